@@ -65,8 +65,7 @@ class TokenClock:
 
 
 class Recorder(Protocol):
-    """Reads one reply. ``feed`` gets the raw bytes of a stream, ``whole`` the body of a reply that is not streamed, and
-    ``finish`` returns the result."""
+    """Reads one reply. ``feed`` gets a stream's raw bytes, ``whole`` a body that is not streamed."""
 
     def feed(self, data: bytes, now: float) -> None: ...
 

@@ -158,8 +158,7 @@ def peak_token_rate(times: np.ndarray, duration: float) -> float:
 
 
 def peak_concurrency(outputs: list[RequestOutput]) -> int:
-    """The largest number of requests in flight at the same time. A request that ends when another one starts does not
-    overlap with it."""
+    """The largest number of requests in flight at the same time. One that ends when another starts does not overlap."""
     changes = [(output.reply.start_time, 1) for output in outputs]
     changes += [(output.reply.start_time + output.reply.latency, -1) for output in outputs]
     level = peak = 0

@@ -216,8 +216,7 @@ async def _measure(
 
 
 async def _warm_up(client: Client, args: BenchArgs, request: BenchRequest, conversation: Conversation) -> None:
-    """Send the first prompt --warmup-requests times at once, with short answers. Raises ValueError if none of them
-    succeeds."""
+    """Send the first prompt --warmup-requests times at once, with short answers. Raises ValueError if none succeeds."""
     if args.warmup_requests == 0:
         return
     print(f"Starting warmup with {args.warmup_requests} sequences...", flush=True)

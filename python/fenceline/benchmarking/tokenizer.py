@@ -29,8 +29,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer of a local directory or hub id. Raises ValueError, whose text says what to pass instead, if it
-    cannot be loaded."""
+    """Load the tokenizer of a local directory or hub id. Raises ValueError with the remedy if that fails."""
     from transformers import PreTrainedTokenizerFast
 
     try:

@@ -88,8 +88,7 @@ _LAUNCHES_OF_RANKS = 1.25  # the CPU's time for a layer with sums over ranks, co
 
 @dataclass(frozen=True, slots=True)
 class PriorityConfig:
-    """The settings of --enable-priority-scheduling. ``preemption_threshold`` None: no running request is retracted for
-    a waiting one."""
+    """The settings of --enable-priority-scheduling. ``preemption_threshold`` None: none is retracted for another."""
 
     low_values_first: bool
     default_value: int

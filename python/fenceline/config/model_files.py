@@ -232,8 +232,7 @@ def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
 
 
 def _no_pointer(path: Path) -> Path:
-    """``path``. Raises ``ConfigError`` if it is a git-lfs pointer file, which git leaves in place of a large file if
-    git-lfs is missing."""
+    """``path``. Raises ``ConfigError`` if it is a git-lfs pointer file, left in place of a large file."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ConfigError(f"{path}: is a pointer of git-lfs, not the weights; run git lfs pull in that directory")

@@ -30,10 +30,8 @@ class Refusal:
 
 
 def find(option: str) -> tuple[str, Refusal] | None:
-    """The flag that ``option`` is, with its entry; None if no other server's is known by that name.
-
-    An entry that ends in ``*`` stands for all flags that begin so. ``--flag.key`` sets a key of ``--flag`` in vLLM.
-    """
+    """The flag that ``option`` is, with its entry; None if no other server's is known by that name. An entry that ends
+    in ``*`` stands for all flags that begin so. ``--flag.key`` sets a key of ``--flag`` in vLLM."""
     name = option.split(".")[0]
     if name in REFUSED:
         return name, REFUSED[name]

@@ -116,8 +116,7 @@ def make_vocabulary(
     tokenizer_json: str, special_ids: Collection[int], vocab_size: int, eos_token_ids: Sequence[int]
 ) -> xgrammar.TokenizerInfo:
     """The bytes of each of a tokenizer's ``vocab_size`` tokens. ``tokenizer_json``: the tokenizer as the library
-    ``tokenizers`` writes it. Special tokens have no bytes, so no grammar allows them, except for ``eos_token_ids``,
-    which end an answer."""
+    ``tokenizers`` writes it. Special tokens have no bytes, so grammars allow of them ``eos_token_ids`` alone."""
     import xgrammar
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast

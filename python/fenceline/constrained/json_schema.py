@@ -249,8 +249,7 @@ class _Walk:
                 raise _error(where, "oneOf is enforced only where no two of its schemas can hold at once: use anyOf")
 
     def _resolved(self, schema: object) -> Schema:
-        """``schema``, or the schema to which it refers; an empty one if that cannot be found, or something else stands
-        beside the reference."""
+        """``schema``, or the schema to which it refers; an empty one if that is not found, or not alone."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict):
                 return {}

@@ -401,8 +401,7 @@ class Grammars(list["RequestGrammar | None"]):
 
 def _in_turns(grammars: Sequence[RequestGrammar | None], plain: bool = False) -> list[_Turn]:
     """The requests whose next token the grammar decides on, or with ``plain`` those that will not think any more: those
-    of one grammar together, a few at a time. Who takes a turn first checks whether the grammar has taken too much
-    time."""
+    of one grammar together, a few at a time. A turn begins with a check of the time taken."""
     return Grammars.of(grammars).in_turns(plain)
 
 

@@ -25,8 +25,7 @@ class NcclBackend(CollectiveBackend):
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device, interface: str | None = None) -> None:
         """Waits until all ``size`` ranks have joined at ``meeting`` over ``interface`` (see ``GlooBackend``).
-        ``device``: the GPU of this rank alone, which must be the current one. Raises ``ValueError`` if the ranks cannot
-        meet."""
+        ``device``: this rank's GPU, which must be current. Raises ``ValueError`` if the ranks cannot meet."""
         assert device.type == "cuda" and device.index is not None, f"{device} is no GPU of one rank"
         self.rank = rank
         self.size = size

@@ -42,10 +42,8 @@ _WRITTEN_AT_ONCE = 1024  # logprobs that are encoded by one call, during which n
 
 
 async def generate(manager: TokenizerManager, config: EngineConfig, parser: BodyParser, request: Request) -> Response:
-    """Answer one request to /generate. Raises RequestError before anything is sent.
-
-    An invalid request for a stream is answered as in SGLang, by a stream that has the error as its only event.
-    """
+    """Answer one request to /generate. Raises RequestError before anything is sent. An invalid request for a stream is
+    answered as in SGLang, by a stream that has the error as its only event."""
     body = await parser.parse(request, parse_generate)
     try:
         with manager.reserved_id(request.scope[REQUEST_ID]) as rid:

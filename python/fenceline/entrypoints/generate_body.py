@@ -35,10 +35,8 @@ NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None al
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """``sampling_params`` as clients write them: SGLang's names, None or absent for the default.
-
-    ``max_new_tokens`` None means up to the end of the context; None among ``stop_token_ids`` is skipped.
-    """
+    """``sampling_params`` as clients write them: SGLang's names, None or absent for the default. ``max_new_tokens``
+    None means up to the end of the context; None among ``stop_token_ids`` is skipped."""
 
     max_new_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     min_new_tokens: int | None = None

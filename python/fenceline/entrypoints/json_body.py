@@ -85,9 +85,8 @@ def parse_body(data: bytes, kind: type[T]) -> T:
 
 
 def count_values(data: bytes, most: int) -> int:
-    """The strings, commas and opening brackets of JSON text, commas and brackets in strings left out.
-
-    More than ``most`` are not counted to the end. What is no JSON gets any number."""
+    """The strings, commas and opening brackets of JSON text, commas and brackets in strings left out. More than
+    ``most`` are not counted to the end. What is no JSON gets any number."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_strings = data.count(b'"') // 2

@@ -127,11 +127,8 @@ class _Head:
 
 
 async def collect_or_abort(request: Request, group: StreamGroup) -> list[GenerateChunk]:
-    """All answers of ``group``, whose requests are aborted if the client disconnects meanwhile.
-
-    The request's body must have been read. Raises RequestError for the first request that failed, and
-    499 if the client has gone.
-    """
+    """All answers of ``group``, whose requests are aborted if the client disconnects meanwhile. The request's body must
+    have been read. Raises RequestError for the first request that failed, and 499 if the client has gone."""
     gone = asyncio.ensure_future(_on_disconnect(request.receive, group.close))
     try:
         return await group.collect()

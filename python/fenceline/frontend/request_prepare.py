@@ -89,10 +89,8 @@ def _check_priority(priority: int, has_priorities: bool) -> None:
 
 
 def check_params(inputs: Sequence[GenerateInput], vocab_size: int, has_tokenizer: bool) -> None:
-    """Raise RequestError for the first sampling parameter that is wrong.
-
-    Prompts of a body share their parameters, and samples differ in the seed alone: what they share is checked once.
-    """
+    """Raise RequestError for the first sampling parameter that is wrong. Prompts of a body share their parameters, and
+    samples differ in the seed alone: what they share is checked once."""
     numbers: set[int] = set()
     tokens: set[tuple[int, int, int]] = set()
     try:

@@ -114,8 +114,7 @@ class RequestTable:
         return f"{rid}~{times}" if times or "~" in rid else rid
 
     def named(self, rid: str) -> list[RequestEntry]:
-        """The requests in flight that a client means by ``rid``: as in SGLang those whose id begins so, and all of a
-        family whose id does."""
+        """The requests in flight that a client means by ``rid``: those, or families, whose id begins so."""
         entries = self._active.values()
         return [entry for entry in entries if entry.rid.startswith(rid) or entry.family.startswith(rid)]
 

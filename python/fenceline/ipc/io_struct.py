@@ -362,8 +362,7 @@ class BatchStrOut(Message):
 
 
 class CudaGraphState(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode steps, or prefill steps small enough for graphs, since start. The aims are ``replays == eligible_steps``
-    and no ``repairs``."""
+    """Decode steps, or prefill steps small enough for graphs, since start. The aim is that all are replays."""
 
     eligible_steps: int
     replays: int

@@ -113,8 +113,7 @@ class Inbox(Generic[M]):
         self.num_dropped = 0
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when something may have arrived; only then, so :meth:`fetch` all each
-        time."""
+        """A descriptor that becomes readable when something may have arrived; only then: :meth:`fetch` all."""
         return self._socket.fileno()
 
     def has_arrived(self) -> bool:

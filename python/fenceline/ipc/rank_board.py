@@ -95,8 +95,7 @@ class RankBoard:
         return all(self._number(rank, _FAILED) for rank in range(self.num_ranks))
 
     def post_transfers(self, loads: int, stores: int) -> None:
-        """Post how many loads and stores of this rank's cache have ended since the start, in the order of
-        submission."""
+        """Post how many loads and stores of this rank's cache have ended since the start, in their order."""
         self._post(_LOADS, loads)
         self._post(_STORES, stores)
 
@@ -106,8 +105,7 @@ class RankBoard:
         return min(loads), min(stores)
 
     def post_news(self, news: Iterable[News]) -> None:
-        """Send rank 0 the ``news``, three numbers each, in order. If there is no room for some of them, a later call
-        sends them."""
+        """Send rank 0 the ``news``, three numbers each, in order. Without room a later call sends them."""
         self._unposted.extend(news)
         if not self._unposted:
             return

@@ -300,8 +300,7 @@ def int4_takes(x: torch.Tensor, stored: QuantizedFormat) -> bool:
 
 
 def guess_int4(rows: int, stored: QuantizedFormat, num_sms: int, pdl: bool, normed: bool = False) -> Int4Config:
-    """A configuration for ``rows`` rows, like those that were the fastest on an H100. ``normed``: a norm is in
-    front."""
+    """A configuration for ``rows`` rows, like the fastest on an H100. ``normed``: a norm is in front."""
     n, k = stored.shape
     block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
     config = Int4Config(

@@ -35,8 +35,7 @@ class LayerSite:
 
 @dataclass(frozen=True, slots=True)
 class BranchNorms:
-    """The norms before and after a branch, by their names in the checkpoint without the layer's prefix; None: the
-    branch has no such norm."""
+    """The norms before and after a branch, by their names in the checkpoint without the layer's prefix; None: none."""
 
     before: str | None = None
     after: str | None = None

@@ -25,8 +25,7 @@ from fenceline.layers.weight import WeightSlot, WeightSlots, whole
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in the checkpoint: ``mixer`` is the MLP's, and the others follow it. None: the family has no such
-    tensor."""
+    """Names in the checkpoint: ``mixer`` is the MLP's, the others follow it. None: no such tensor."""
 
     mixer: str = "mlp"
     gate: str = "gate_proj"  # of each expert
@@ -54,8 +53,7 @@ class Router:
         self.correction = None if names.correction is None else scores()
 
     def forward(self, x: torch.Tensor, out_slots: torch.Tensor, num_sink_slots: int) -> Routing:
-        """The routing of x [T, hidden_size]. Tokens whose ``out_slots`` [T] are among the first ``num_sink_slots`` are
-        padding and go to no expert."""
+        """The routing of x [T, hidden_size]. Tokens with ``out_slots`` [T] below ``num_sink_slots`` go to no expert."""
         logits = self._kernels.router_logits(x, self.weight)
         if self.bias is not None:
             logits.add_(self.bias)

@@ -84,8 +84,7 @@ class QueryTree:
 class VerifyInputs:
     """What the attention of a verify step reads: tensors at fixed addresses, whose *values* are read when the step
     runs. Only the device knows the lengths; the host knows bounds, which determine the shapes. The queries of request i
-    are ``[i * num_queries, (i + 1) * num_queries)`` of the T axis. Padded requests have row 0 (the sink) and length
-    ``num_nodes``."""
+    are ``[i * num_queries, (i + 1) * num_queries)`` of the T axis. Padding has row 0 and length ``num_nodes``."""
 
     page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, with columns for all of seq_lens
     rows: torch.Tensor  # [B] int64
@@ -133,17 +132,14 @@ class PieceBuffers:
 
 @dataclass(frozen=True, slots=True)
 class AuxHiddenStates:
-    """The residual stream before chosen layers, concatenated, for draft models that read it (EAGLE-3).
-
-    In a model with n layers, layer n stands for the output of the last one. A layer may be named twice.
-    """
+    """The residual stream before chosen layers, concatenated, for draft models that read it (EAGLE-3). In a model with
+    n layers, layer n stands for the output of the last one. A layer may be named twice."""
 
     layers: tuple[int, ...]
     out: torch.Tensor  # [T, len(layers) * hidden_size]
 
     def keep(self, layer: int, x: torch.Tensor) -> None:
-        """Copy x [T, hidden_size], the residual stream before ``layer``, to its place in ``out`` if the layer was
-        chosen."""
+        """Copy x [T, hidden_size], the residual stream before ``layer``, to its place in ``out`` if that was chosen."""
         if layer in self.layers:
             parts = self.out.chunk(len(self.layers), dim=1)
             for part in (part for part, wanted in zip(parts, self.layers, strict=True) if wanted == layer):
@@ -152,10 +148,8 @@ class AuxHiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Device views of one step's inputs. B requests, T tokens in request order, L rows of logits.
-
-    All tensors live on the model's device and are written on FORWARD before the model runs.
-    """
+    """Device views of one step's inputs. B requests, T tokens in request order, L rows of logits. All tensors live on
+    the model's device and are written on FORWARD before the model runs."""
 
     mode: ForwardMode
     input_ids: torch.Tensor  # [T] int64

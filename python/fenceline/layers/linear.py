@@ -22,8 +22,7 @@ from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
 
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
-    """One output of a fused layer: this rank holds features ``[index * size, (index + 1) * size)`` of the ``full``
-    number of features."""
+    """One output of a fused layer: this rank holds features ``[index * size, (index + 1) * size)`` of ``full``."""
 
     name: str  # in the checkpoint, for example gate_proj
     full: int
@@ -32,10 +31,8 @@ class ColumnPart:
 
 
 class ColumnParallelLinear:
-    """Column-parallel products of one input, fused into one matrix.
-
-    The product of x [T, in_features] is [T, sum of this rank's parts], one part after the other.
-    """
+    """Column-parallel products of one input, fused into one matrix. The product of x [T, in_features] is [T, sum of
+    this rank's parts], one part after the other."""
 
     def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, context: LayerContext) -> None:
         self.parts = tuple(parts)
@@ -95,10 +92,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values, split by heads. With more ranks than key/value heads, adjacent ranks hold the same
-    key/value head.
-
-    ``num_heads`` and ``num_kv_heads`` are this rank's.
-    """
+    key/value head. ``num_heads`` and ``num_kv_heads`` are this rank's."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, context: LayerContext
@@ -144,17 +138,13 @@ class RowParallelLinear:
         self.bias = torch.empty(out_features, dtype=context.dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole product of x, [T, out_features]: the ranks' products summed.
-
-        Only rank 0 adds the bias: if all ranks added it, the sum would contain it ``size`` times.
-        """
+        """The whole product of x, [T, out_features]: the ranks' products summed. Only rank 0 adds the bias: if all
+        ranks added it, the sum would contain it ``size`` times."""
         return self.shard.all_reduce(self.weight.product(x, self.bias if self.shard.rank == 0 else None))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual`` [T, out_features] += the whole product of x, in place; returns ``residual``.
-
-        The ranks' products are summed before they are added to the residual stream, which all ranks hold whole.
-        """
+        """``residual`` [T, out_features] += the whole product of x, in place; returns ``residual``. The ranks' products
+        are summed before they are added to the residual stream, which all ranks hold whole."""
         if self.shard.size == 1:
             return self.weight.add_product(residual, x, self.bias)
         return residual.add_(self.forward(x))

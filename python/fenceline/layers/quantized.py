@@ -403,9 +403,8 @@ Rounding = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizingSlot(WeightSlot):
-    """A slot that takes a plain matrix of the model's type, rounds the whole matrix, and keeps its part.
-
-    ``parts``: for each tensor that ``round`` returns, the parameter and where its part begins along ``dim``."""
+    """A slot that takes a plain matrix of the model's type, rounds the whole matrix, and keeps its part. ``parts``: for
+    each tensor that ``round`` returns, the parameter and where its part begins along ``dim``."""
 
     parts: tuple[tuple[torch.Tensor, int], ...]
     round: Rounding
@@ -433,8 +432,7 @@ class QuantizingSlot(WeightSlot):
 
 
 class QuantizedWeight(Weight):
-    """A quantised weight. It is dequantised and multiplied by torch's operators, on any device; this is the reference
-    for kernels."""
+    """A quantised weight, dequantised and multiplied by torch's operators, on any device: the reference for kernels."""
 
     def __init__(self, stored: QuantizedFormat, linear: Linear = F.linear) -> None:
         super().__init__(*stored.shape)

@@ -129,8 +129,7 @@ def inverse_frequencies(
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1: frequencies of long wavelengths are divided by ``factor``, those of short ones are kept, and those
-    between are interpolated."""
+    """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, and those between interpolated."""
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / inv_freq
     slowed = inv_freq / scaling.factor

@@ -108,8 +108,7 @@ class SkinnyTable:
     def choose_quantized(
         self, rows: int, weight_rows: int, k: int, gated: bool, numbers: str, guess: SkinnyChoice
     ) -> SkinnyChoice:
-        """Like ``choose``, for a quantised weight. ``guess`` is returned if there is no measurement. None: the library
-        computes the product."""
+        """Like ``choose``, for a quantised weight. ``guess`` is returned without a measurement. None: the library's."""
         bucket = next((size for size in QUANTIZED_ROW_BUCKETS if rows <= size), None)
         if bucket is None:
             return guess

@@ -191,14 +191,11 @@ class Weight(ABC):
 
     @abstractmethod
     def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
-        """Where the checkpoint's tensors of the matrix ``name`` go: into ``rows`` of this weight.
-
-        This rank keeps the part that begins at ``start`` along ``dim`` of the whole matrix of ``full_shape``.
-        """
+        """Where the checkpoint's tensors of the matrix ``name`` go: into ``rows`` of this weight. This rank keeps the
+        part that begins at ``start`` along ``dim`` of the whole matrix of ``full_shape``."""
 
     def moves_rows(self, size: int) -> None:
-        """Tells the weight that rows of the checkpoint's matrix are reordered when they are loaded, within groups of
-        ``size`` rows."""
+        """Tells the weight that rows of the checkpoint's matrix are reordered within groups of ``size`` when loaded."""
         return
 
     @abstractmethod

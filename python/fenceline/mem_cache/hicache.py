@@ -68,17 +68,14 @@ class Transfers(Protocol):
         ...
 
     def drain_acks(self, until: tuple[int, int] | None = None) -> Sequence[Ticket]:
-        """Transfers that have ended since the last call. ``until`` (loads, stores): only those that are among so many
-        first loads and first stores."""
+        """Transfers that have ended since the last call. ``until`` (loads, stores): only so many first ones."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTail:
     """The last page of a retracted request, on a host page of its own, because the tree holds only full pages.
-
-    ``num_tokens``: how many of the request's tokens have their KV in this page and in the full pages before it.
-    """
+    ``num_tokens``: how many of the request's tokens have their KV in this page and in the full pages before it."""
 
     host_page: int
     num_tokens: int
@@ -323,8 +320,7 @@ class StorageTier:
 
     def prefetch(self, token_ids: IntArray, match: MatchResult, extra_key: str = "") -> Prefetch | None:
         """Ask storage for the pages that follow ``match`` in the prompt ``token_ids`` [n], in the namespace
-        ``extra_key``. None if there are fewer tokens than the threshold. The last token of a prompt is computed in any
-        case."""
+        ``extra_key``. None if there are fewer tokens than the threshold. A prompt's last token is always computed."""
         num_known, lookahead = match.num_tokens + match.num_host_tokens, self._tree.lookahead
         num_whole = (len(token_ids) - max(lookahead, 1)) // self._page_size * self._page_size
         if num_whole - num_known < max(self._threshold, 1):
@@ -354,8 +350,7 @@ class StorageTier:
 
     @property
     def num_outstanding(self) -> int:
-        """Jobs that have not ended, or whose end has not been processed, for example because it has not come on every
-        rank."""
+        """Jobs that have not ended, or whose end has not been processed, as it has not come on every rank."""
         return max(self._controller.num_outstanding, len(self._wanted) + self._tree.num_host_holds)
 
     @property
@@ -401,8 +396,7 @@ class StorageTier:
         self._controller.fetch(op, *leased)
 
     def _settle(self, op: Prefetch, num_pages: int) -> None:
-        """The next ``num_pages`` pages of a fetch hold their KV: give the tree those that it lacks, retire the
-        others."""
+        """The next ``num_pages`` pages of a fetch hold their KV: give the tree those it lacks, retire others."""
         wanted = self._wanted[op.handle]
         first = wanted.num_settled
         wanted.num_settled = end = first + num_pages

@@ -55,8 +55,7 @@ class Ticket:
 
     @property
     def points(self) -> Points:
-        """The Points after which others may access the pages of the transfer, on both sides. The ticket must have been
-        submitted."""
+        """The Points after which others may access the pages of the submitted transfer, on both sides."""
         assert self._points is not None, f"{self!r} has not been submitted, so it has no Points yet"
         return self._points
 
@@ -72,8 +71,7 @@ class Ticket:
         self.num_pages += num_pages
 
     def submit(self, points: Points, layer_points: tuple[Point, ...] = ()) -> None:
-        """Note that the transfer has been submitted: it ends with ``points``, its layers (loads) with
-        ``layer_points``."""
+        """The transfer has been submitted: it ends with ``points``, layers of loads with ``layer_points``."""
         assert self._points is None, f"{self!r} is submitted twice"
         self._points = points
         self._layer_points = layer_points

@@ -74,8 +74,7 @@ _registered: dict[str, DeviceFactory] = {}
 
 
 def register_device(kind: str, factory: DeviceFactory) -> None:
-    """Make another kind of device known to :func:`open_device` and the configuration; ``factory(severed)`` makes
-    one."""
+    """Make another kind of device known to :func:`open_device` and configurations; ``factory(severed)`` makes it."""
     _registered[kind] = factory
     register_kind(kind)
 

@@ -39,10 +39,8 @@ NUMBERS = {name: number for number, name in enumerate(StreamName)}  # each agent
 
 
 class Accesses(Protocol):
-    """Takes the accesses of an operation that is about to be submitted. ``rows`` [N]; None means all rows.
-
-    The caller must not change an array later. With the checker all methods raise ``OrderError``.
-    """
+    """Takes the accesses of an operation that is about to be submitted. ``rows`` [N]; None means all rows. The caller
+    must not change an array later. With the checker all methods raise ``OrderError``."""
 
     def read(self, memory: Memory, rows: Rows | None = None) -> None:
         """The operation reads ``rows``."""

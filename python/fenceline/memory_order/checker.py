@@ -27,10 +27,8 @@ _REMEMBERED = 1 << 12  # operations of each agent that a report can name
 
 
 class OrderError(RuntimeError):
-    """Two accesses to the same memory that nothing orders; the second was not submitted.
-
-    ``edges``: names of the declared edges that would order them, ``edge`` the first of these, "" where none fits.
-    """
+    """Two accesses to the same memory that nothing orders; the second was not submitted. ``edges``: names of the
+    declared edges that would order them, ``edge`` the first of these, "" where none fits."""
 
     def __init__(self, message: str, edges: tuple[str, ...], hazard: Hazard, memory: str) -> None:
         super().__init__(message)
@@ -144,8 +142,7 @@ class OrderChecker(NoChecker):
         memory.note(op.agent, op.tick, False, rows)
 
     def write(self, op: Operation, memory: Memory, rows: Rows | None = None) -> None:
-        """Compare and note that ``op`` writes ``rows`` [N] (None: all) of ``memory``, and may read them. Raises
-        :class:`OrderError`."""
+        """Compare and note that ``op`` writes ``rows`` [N] (None: all) of ``memory``. Raises :class:`OrderError`."""
         if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
             self._compare(op, memory, True, rows)
         memory.note(op.agent, op.tick, True, rows)
@@ -247,10 +244,8 @@ def hazard_of(first_writes: bool, second_writes: bool) -> Hazard:
 
 
 def fitting_edges(hazard: Hazard, first: str, second: str) -> list[Edge]:
-    """Declared edges that would have ordered an access on stream ``first`` before one on ``second``.
-
-    An exclusive resource may be held by either of the two first.
-    """
+    """Declared edges that would have ordered an access on stream ``first`` before one on ``second``. An exclusive
+    resource may be held by either of the two first."""
     return [edge for edge in EDGES.values() if hazard in edge.hazards and _fits(edge, hazard, first, second)]
 
 

@@ -128,8 +128,7 @@ class Communicator:
         return int(values.min())
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All ranks' ``data``, of any length, in the order of ranks. At start-up only: the host waits for the
-        device."""
+        """All ranks' ``data``, of any length, in their order. At start-up only: the host waits for the device."""
         device = self._device.torch_device
         lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64, device=device)).tolist()
         padded = bytearray(data.ljust(max(*lengths, 1), b"\0"))

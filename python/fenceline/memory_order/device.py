@@ -91,11 +91,8 @@ def copy_words(op: KernelAccesses, source: torch.Tensor, host: torch.Tensor) -> 
 
 
 class Device(ABC):
-    """One accelerator (or the CPU) with its named streams.
-
-    ``severed`` names edges, parts of edges and guards that are left out: for tests that prove them necessary, never for
-    serving. Raises ``ValueError`` for an unknown name.
-    """
+    """One accelerator (or the CPU) with its named streams. ``severed`` names edges, parts of edges and guards that are
+    left out: for tests that prove them necessary, never for serving. Raises ``ValueError`` for an unknown name."""
 
     kind: str
     tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
@@ -214,10 +211,8 @@ class Device(ABC):
         return guard.name not in self.severed
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
-        """Name the memory of ``tensor`` for reports. ``row_bytes``: the bytes of one of its rows, if it has rows.
-
-        For devices that watch their memory; others ignore it.
-        """
+        """Name the memory of ``tensor`` for reports. ``row_bytes``: the bytes of one of its rows, if it has rows. For
+        devices that watch their memory; others ignore it."""
         return
 
     def name_rows(self, tensor: torch.Tensor, name: str) -> None:
@@ -234,24 +229,18 @@ class Device(ABC):
         return
 
     def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:
-        """Graphs may read ``tensor`` but never write it (F9); ``guard`` ensures that.
-
-        For devices that watch their memory; others ignore it.
-        """
+        """Graphs may read ``tensor`` but never write it (F9); ``guard`` ensures that. For devices that watch their
+        memory; others ignore it."""
         return
 
     def begin_fill(self, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
         """Reads of ``tensors`` from now on must find bytes that were written from now on (F7); ``guard`` ensures that.
-
-        For devices that watch their memory; others ignore it.
-        """
+        For devices that watch their memory; others ignore it."""
         return
 
     def lease(self, tensor: torch.Tensor) -> None:
-        """``tensor`` may be used in work that is submitted before the next :meth:`begin_fill` of its memory (F8).
-
-        For devices that watch their memory; others ignore it.
-        """
+        """``tensor`` may be used in work that is submitted before the next :meth:`begin_fill` of its memory (F8). For
+        devices that watch their memory; others ignore it."""
         return
 
     @abstractmethod
@@ -307,11 +296,8 @@ _current = threading.local()  # its ``stream`` is the innermost one that is acti
 
 
 class CpuStream(Stream):
-    """Work runs when it is submitted.
-
-    With the checker, a Point passes only when the host waits for it or asks for it a second time, so that memory is
-    handed out and edges are applied as on an asynchronous device.
-    """
+    """Work runs when it is submitted. With the checker, a Point passes only when the host waits for it or asks for it a
+    second time, so that memory is handed out and edges are applied as on an asynchronous device."""
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
         super().__init__(name, severed)

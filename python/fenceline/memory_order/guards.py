@@ -136,9 +136,7 @@ def padded_fields(device: Device, fields: Sequence[FillField]) -> Sequence[FillF
 
 def pad_value(device: Device, pad: int | float | Guard) -> int | float:
     """The number that ``pad`` stands for: for ``SINK`` the id of the row, page or slot that only padding uses (F18).
-
-    Severed, it is -1, as upstream once had it, which names the last row, and that belongs to a request.
-    """
+    Severed, it is -1, as upstream once had it, which names the last row, and that belongs to a request."""
     if isinstance(pad, Guard):
         assert pad is SINK, f"{pad.name} is no pad"
         return _SINK_ID if device.keeps(SINK) else -1

@@ -113,8 +113,7 @@ def declared(name: str, operands: str | Compute, order: str) -> Kernel:
     the preceding kernel; ``>`` where it lets the next one begin; ``->``, and then what it writes. ``x[rows]`` are the
     rows of x that the operand ``rows`` names (None: all), ``x[:,column]`` is one column, a number or an operand.
 
-    ``operands``: the names of the operands, or the reference, whose parameters they are. The last ones may be missing
-    in a launch."""
+    ``operands``: the names of the operands, or the reference, whose parameters they are. A launch may lack the last."""
     names = operands.split() if isinstance(operands, str) else list(inspect.signature(operands).parameters)
     words = [(word, _WORD.fullmatch(word)) for word in order.split()]
     for word, match in words:

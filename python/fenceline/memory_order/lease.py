@@ -55,10 +55,8 @@ class LeasePool:
         return self.size - self.reserved - self.num_free
 
     def alloc(self, n: int) -> tuple[Ids, Points] | None:
-        """Lease ``n`` ids, or None when fewer are free.
-
-        The Points are those that every stream has to wait for before it first accesses the ids.
-        """
+        """Lease ``n`` ids, or None when fewer are free. The Points are those that every stream has to wait for before
+        it first accesses the ids."""
         if n > self.num_free:
             return None
         if n > self._num_ready:

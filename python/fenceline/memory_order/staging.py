@@ -115,8 +115,7 @@ class _Ring:
         return Slot(host, device, make(names[0], host), make(names[1], device))
 
     def _take(self, nbytes: int) -> Slot:
-        """The next slot, made larger if necessary. Making it larger waits for the device, but happens only a few
-        times."""
+        """The next slot, made larger if necessary, which waits for the device, but happens only a few times."""
         index = self._next
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
@@ -143,11 +142,8 @@ class InputRing(_Ring):
         super().__init__(device, depth)
 
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """Device tensors with the values that ``arrays`` have now, same shapes and dtypes.
-
-        They are allocated on FORWARD and ordered by it: use them only there. The host may change the
-        arrays as soon as this returns.
-        """
+        """Device tensors with the values that ``arrays`` have now, same shapes and dtypes. They are allocated on
+        FORWARD and ordered by it: use them only there. The host may change the arrays as soon as this returns."""
         offsets, nbytes = _layout(arrays)
         slot = self._take(nbytes)
         slot.begin_write(self._device, "pack of the step's inputs")
@@ -236,8 +232,7 @@ class MaskTable(_Ring):
         return table
 
     def drawn(self, done: Point) -> None:
-        """The tokens have been drawn under the masks of the last :meth:`upload` once ``done``, on FORWARD, has
-        passed."""
+        """The tokens have been drawn under the masks of the last :meth:`upload` after ``done``, on FORWARD."""
         self._slots[0].device_after = Points.of(done)
         self._is_read = False
 
@@ -282,10 +277,8 @@ class PlanRing(_Ring):
 
 
 class ResultLease:
-    """Results on their way to the host. :meth:`wait` may be called once; it ends the lease.
-
-    ``produced`` is the Point on FORWARD after which the results were packed, with all work before it.
-    """
+    """Results on their way to the host. :meth:`wait` may be called once; it ends the lease. ``produced`` is the Point
+    on FORWARD after which the results were packed, with all work before it."""
 
     def __init__(
         self,
@@ -347,9 +340,7 @@ class _Field:
 
 class ResultRing(_Ring):
     """FORWARD's tensors to host arrays, through COPY. Depth 2: one step publishes while the next runs.
-
-    ``small_by_forward``: small results are written into pinned memory by FORWARD itself, where the device can do so.
-    """
+    ``small_by_forward``: small results are written into pinned memory by FORWARD itself, where the device can do so."""
 
     name = "result_ring"
 
@@ -431,8 +422,7 @@ def _pack(host: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], off
 
 
 def _views(block: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-    """``arrays`` as they are laid out in ``block``, all by one operator: before a prefill step's first kernel the GPU
-    waits for the host."""
+    """``arrays`` as they are laid out in ``block``, all by one operator, since the GPU waits for it."""
     sizes: list[int] = []
     for array in arrays.values():
         num_words = -(-array.nbytes // _WORD)

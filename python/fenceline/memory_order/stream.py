@@ -62,11 +62,8 @@ class Stream(ABC):
         return Point(self, self.serial, self._record_event(), self.checker.record(self.name))
 
     def wait(self, after: Point | Points, edge: Edge) -> None:
-        """Work submitted to this stream from now on runs after ``after``. The host does not block.
-
-        The edge must be declared between these two streams. Points on this stream itself cost nothing:
-        program order already holds.
-        """
+        """Work submitted to this stream from now on runs after ``after``. The host does not block. The edge must be
+        declared between these two streams. Points on this stream itself cost nothing: program order already holds."""
         for point in after.points if isinstance(after, Points) else (after,):
             if point.stream is self:
                 continue

@@ -356,9 +356,7 @@ class DecodeRunner(GraphRunner):
 
     def replay(self, size: int, seq_lens_cpu: I64) -> ArenaOutputs:
         """Submit the captured step of ``size`` rows, whose arena is filled; ``seq_lens_cpu`` [n] of its live requests.
-
-        Returns the lease on ``next_tokens``; :meth:`logits` is valid as long as the lease.
-        """
+        Returns the lease on ``next_tokens``; :meth:`logits` is valid as long as the lease."""
         captured = self._captured[size]
         self._attention.before_replay(size, seq_lens_cpu)
         outputs = self.arena.begin_replay()
@@ -371,8 +369,7 @@ class DecodeRunner(GraphRunner):
         return outputs
 
     def logits(self, num_reqs: int) -> torch.Tensor:
-        """The latest replay's logits [num_reqs, vocab_size] in the model's dtype; with several ranks, this rank's
-        columns."""
+        """The latest replay's logits [num_reqs, vocab_size] in the model's dtype; of several ranks, this one's."""
         return self._logits[:num_reqs]
 
     def _plan(self, size: int, max_seq_len: int) -> AttentionPlan | None:

@@ -260,8 +260,7 @@ class HiddenDraft:
         """What a step of depth 0 does instead, so that the draft can go on from there later."""
 
     def keep(self, plans: StepPlans, column: int, drawn: Pieces, following: NextRow | None = None) -> None:
-        """Write the drafts ``drawn`` to ``column`` of ``input_ids``; an unusable draft is marked, see
-        ``keep_draft``."""
+        """Write the drafts ``drawn`` to ``column`` of ``input_ids``, see ``keep_draft``."""
         parts, size = self.parts, plans.size
         input_ids = parts.rows("input_ids", size, plans.shape.num_nodes)
         keep_draft(drawn, parts.arena["is_bad"][:size], input_ids, column, parts.vocab_size, following)
@@ -342,9 +341,8 @@ class LayerDraft(HiddenDraft):
             self.keep(plans, step + 1, Pieces(none, drafts.unsqueeze(1), none))
 
     def extend(self, plans: StepPlans, tokens: Tensor) -> None:
-        """Compute layer after layer. Layer k computes ``depth + 1 + k`` rows of each request, beginning with row
-        ``lens - 1 - k``. Their tokens begin with token ``lens``; after the drawn tokens come those that the layers
-        before it have proposed."""
+        """Compute layer after layer. Layer k computes ``depth + 1 + k`` rows of each request, beginning with row ``lens
+        - 1 - k``. Their tokens begin with token ``lens``; then come those that layers before it propose."""
         parts, state, size, width = self.parts, self.parts.state, plans.size, plans.shape.num_tokens
         rows, counts, lens = parts.columns(size, "plan_rows", "counts", "lens")
         requests = torch.arange(size, device=rows.device)

@@ -44,8 +44,7 @@ def phase(done: str, doing: str) -> Iterator[None]:
 
 @contextmanager
 def room_for(what: str, otherwise: str) -> Iterator[None]:
-    """For parts of start-up that allocate memory after the KV pool. Raises ``ValueError`` with the remedy if there is
-    not enough memory left."""
+    """For parts of start-up that allocate memory after the KV pool. Raises ``ValueError`` if too little is left."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -33,8 +33,7 @@ _AUX = "aux_hidden"
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """The graphs of one size. ``graphs[i]`` is the piece before attention of layer i; the last piece follows attention
-    of the last layer."""
+    """The graphs of one size. ``graphs[i]`` is the piece before attention of layer i; the last follows all of them."""
 
     graphs: Sequence[Graph]
     replays: list[Piece]  # the functions that replay these graphs

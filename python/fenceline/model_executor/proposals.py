@@ -25,9 +25,8 @@ _OF_ACCEPT = ("plan_rows", "lens", "is_bad", "may_accept", "counts", "num_bad")
 
 
 class Chain:
-    """Steps that propose and verify a chain of tokens. ``simulated_accept_length``: see ``SpeculativeConfig``.
-
-    All methods that compute submit to FORWARD, which must be current. They may be captured."""
+    """Steps that propose and verify a chain of tokens. ``simulated_accept_length``: see ``SpeculativeConfig``. All
+    methods that compute submit to FORWARD, which must be current. They may be captured."""
 
     ancestors: str | None = None  # the arena's field with the ancestors of the nodes that are verified; None: a chain
 

@@ -238,8 +238,7 @@ class SpeculativeRunner(GraphRunner):
         self._capture_sizes(lambda pool, size: self._capture_size(pool, size, max_seq_len), show_progress)
 
     def _capture_size(self, pool: GraphPool, size: int, max_seq_len: int) -> Sequence[Graph]:
-        """Capture the graphs of all depths for one size. The arena holds only padding meanwhile, so only the sink is
-        accessed."""
+        """Capture the graphs of all depths for one size. The arena holds only padding, so only the sink is accessed."""
         graphs: list[Graph] = []
         for shape in reversed(self._shapes.values()):
             graphs += self._capture_shape(pool, size, shape, max_seq_len)

@@ -371,8 +371,7 @@ class Worker(Protocol):
         ...
 
     def check_weights(self, weights: NewWeights) -> None:
-        """Raises ``ValueError`` with the reason if ``weights`` cannot replace the model's. If one rank raises, all
-        ranks do."""
+        """Raises ``ValueError`` with the reason if ``weights`` cannot replace the model's. All ranks raise together."""
         ...
 
     def replace_weights(self, weights: NewWeights, one_more: Callable[[], None]) -> None:

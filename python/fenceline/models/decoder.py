@@ -83,9 +83,7 @@ class CausalLM:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [L, vocab_size] in the model's dtype for the rows ``batch.logits_index`` (for all T if it is None).
-
-        Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
-        """
+        Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream."""
         return self.compute_logits(self.hidden_states(batch), batch)
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -94,8 +92,7 @@ class CausalLM:
         return self.embed_tokens.forward(batch.input_ids) if given is None else given.clone()
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if it is
-        given."""
+        """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if given."""
         x, kept = self.embed(batch), batch.aux_hidden
         if kept is not None:
             kept.keep(0, x)

@@ -201,8 +201,7 @@ def _equal(own: VocabParallelEmbedding, shared: VocabParallelEmbedding) -> bool:
 
 
 def _rotary(model: ModelConfig, target: CausalLM) -> RotaryEmbedding:
-    """The target's rotary table if the draft's would be the same, because it may take a hundred megabytes; otherwise a
-    new one."""
+    """The target's rotary table if the draft's would be the same, because it may take a hundred megabytes."""
 
     def parameters(config: ModelConfig) -> tuple[object, ...]:
         positions = config.context_length, config.rope_theta, config.rope_scaling

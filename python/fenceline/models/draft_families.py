@@ -142,8 +142,7 @@ class MTPLayer:
         self.final_norm = context.norm(size, eps)
 
     def forward(self, embedded: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """``embedded`` and ``hidden_states`` [T, hidden_size] → the next hidden states, normalised, [T,
-        hidden_size]."""
+        """``embedded`` and ``hidden_states`` → the next hidden states, normalised, all [T, hidden_size]."""
         embedded = embedded.masked_fill((batch.positions[0] == 0).unsqueeze(1), 0.0)
         both = self.hidden_norm.forward(hidden_states), self.token_norm.forward(embedded)
         x = self.input_proj.forward(torch.cat(both, dim=-1))

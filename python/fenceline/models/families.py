@@ -161,8 +161,7 @@ def _exaone4(site: LayerSite) -> DecoderLayer:
 
 def _olmo2(site: LayerSite) -> DecoderLayer:
     """OLMo 2 (arXiv:2501.00656) and 3 (arXiv:2512.13961): norms after each branch and none before it; queries and keys
-    are normalised too, over all heads at once. In OLMo 3 most layers have a window, and only the others' angles are
-    scaled."""
+    too, over all heads. In OLMo 3 most layers have a window, and only the others' angles are scaled."""
     if site.config.window(site.index) is not None:
         site = replace(site, rotary=site.rotary.local)
     bias, norms = site.config.attention_bias, BranchNorms(after="post_attention_layernorm")

@@ -221,8 +221,7 @@ def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[],
 
 
 def _stored_format(config: ModelConfig, load_format: str) -> QuantConfig | None:
-    """The format in which weights are read: the checkpoint's. Dummy weights are drawn as plain numbers and then rounded
-    to this format."""
+    """The format in which weights are read: the checkpoint's. Dummy weights are drawn as plain numbers and rounded."""
     quantization = config.quantization
     return quantization.on_line() if quantization is not None and load_format == "dummy" else quantization
 

@@ -67,8 +67,7 @@ class RankSampler(Sampler):
         rows_each: int = 1,
         ahead: int = 0,
     ) -> None:
-        """``sample_tokens`` for ``logits`` [B, this rank's columns], with a temperature at most. May be
-        captured."""
+        """``sample_tokens`` for ``logits`` [B, this rank's columns], with a temperature at most."""
         drawn = (logits, temperatures, noise_scales, seed_keys, positions)
         if not len(logits):
             return
@@ -123,7 +122,6 @@ def scale_own(
 
 
 def gather_pieces(shard: Shard, *values: torch.Tensor) -> list[torch.Tensor]:
-    """Each of ``values`` [B, P], of 32-bit types, of all ranks: [B, ranks * P], contiguous, in the order of ranks. One
-    exchange."""
+    """Each of ``values`` [B, P], of 32-bit types, of all ranks: [B, ranks * P], contiguous. One exchange."""
     words = shard.all_gather(torch.stack([value.view(torch.int32) for value in values])).contiguous()
     return [part.view(value.dtype) for part, value in zip(words, values, strict=True)]

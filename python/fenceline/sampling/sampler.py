@@ -130,8 +130,7 @@ class Sampler:
         return self._gumbel.draw(scaled, batch.seed_keys, positions, batch.noise_scales, thresholds)
 
     def _adjust(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Apply bias, penalties and the min_new_tokens mask. Returns ``logits`` itself if there is nothing to do, else
-        a copy."""
+        """Apply bias, penalties and the min_new_tokens mask. Returns ``logits`` itself if there is nothing to do."""
         if not _adjusts(batch):
             return logits
         logits = logits.clone()
@@ -247,8 +246,7 @@ def _choose_fused(
 
 
 def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """(logits - row maximum) / temperature, as a new tensor. The maximum is subtracted first, so that a small
-    temperature does not overflow."""
+    """(logits - row maximum) / temperature, as a new tensor. The maximum is first, lest it overflow."""
     scaled = logits - logits.amax(dim=-1, keepdim=True)
     return scaled if batch.temperatures is None else scaled.div_(batch.temperatures[:, None])
 

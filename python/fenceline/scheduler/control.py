@@ -378,9 +378,8 @@ def trace_folder(root: str | None, output_dir: str) -> list[str]:
 
 
 class StepProfiler:
-    """Runs the torch profiler over a range of steps and writes a Chrome trace to a folder below ``root``.
-
-    If ``root`` is None, a private temporary folder is made for the first trace and used for all later ones."""
+    """Runs the torch profiler over a range of steps and writes a Chrome trace to a folder below ``root``. If ``root``
+    is None, a private temporary folder is made for the first trace and used for all later ones."""
 
     def __init__(self, root: str | None) -> None:
         self._root = root

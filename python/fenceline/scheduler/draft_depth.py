@@ -51,10 +51,8 @@ class DraftDepth(Protocol):
 
 
 class AdaptiveDepth:
-    """Chooses the depth with the highest estimated number of tokens per second.
-
-    ``depths`` are the possible depths, ascending. ``costs`` has the times of steps of each of them.
-    """
+    """Chooses the depth with the highest estimated number of tokens per second. ``depths`` are the possible depths,
+    ascending. ``costs`` has the times of steps of each of them."""
 
     def __init__(self, depths: Sequence[int], costs: StepCosts) -> None:
         self._depths = depths

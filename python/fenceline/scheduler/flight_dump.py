@@ -162,10 +162,8 @@ def dump_and_log(recorder: FlightRecorder | None, reason: str) -> None:
 
 
 def dump_on_signal(recorder: FlightRecorder) -> None:
-    """From now on write a dump whenever the process gets ``DUMP_SIGNAL``, even if the scheduler's thread hangs.
-
-    A daemon thread waits for the signal, which must be blocked in every thread of the process (see ``prepare_child``).
-    """
+    """From now on write a dump whenever the process gets ``DUMP_SIGNAL``, even if the scheduler's thread hangs. A
+    daemon thread waits for the signal, which must be blocked in every thread of the process (see ``prepare_child``)."""
 
     def watch() -> None:
         while True:
@@ -179,8 +177,7 @@ def dump_on_signal(recorder: FlightRecorder) -> None:
 
 
 class _Tables:
-    """Values that many steps share, each of which is written once: the requests of decode batches, and the sampling
-    parameters of requests."""
+    """Values that many steps share, each written once: requests of decode batches, and their sampling parameters."""
 
     def __init__(self) -> None:
         self.compositions: dict[int, dict[str, object]] = {}

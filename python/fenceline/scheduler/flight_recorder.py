@@ -98,8 +98,7 @@ class StepRecord(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """The first step of a run. Decode steps that follow it and only advance every request are stored as a reference to
-    it."""
+    """The first step of a run. Decode steps after it that only advance every request are stored as a reference."""
 
     batch: StepBatch
     rids: Sequence[str]
@@ -113,10 +112,8 @@ _Raw = tuple[_Run | None, int, int, int, int, list[I64]]
 
 
 class FlightRecorder:
-    """Records the last ``config.server_args.flight_recorder_steps`` steps of one scheduler; none if that is 0.
-
-    ``reqs`` are the scheduler's requests by id and ``memory`` is their memory; the recorder only reads both.
-    """
+    """Records the last ``config.server_args.flight_recorder_steps`` steps of one scheduler; none if that is 0. ``reqs``
+    are the scheduler's requests by id and ``memory`` is their memory; the recorder only reads both."""
 
     def __init__(self, config: EngineConfig, memory: RequestMemory, reqs: Mapping[str, Req]) -> None:
         self.config = config

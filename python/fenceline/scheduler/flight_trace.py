@@ -98,8 +98,7 @@ class _Trace:
         return events
 
     def _between_launches(self, events: Sequence[Json], num_published: int) -> None:
-        """Add what the host did after the last launch: the publication of steps up to ``num_published``, and
-        ``events``."""
+        """Add what the host did after the last launch: publishing steps up to ``num_published``, and ``events``."""
         while self._num_published < num_published:
             self._publish(self._num_published)
             self._num_published += 1

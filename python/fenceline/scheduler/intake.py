@@ -54,8 +54,7 @@ class Intake:
         return req, ""
 
     def _with_bias(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
-        """``message`` with the logit_bias that samples of one prompt share. Without a prompt if the message before,
-        which had the bias, was lost."""
+        """``message`` with the logit_bias that samples of one prompt share. Without a prompt if that was lost."""
         body, bias = self._latest_bias
         params = message.sampling_params
         if message.same_bias and body == message.body and bias:

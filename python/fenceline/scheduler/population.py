@@ -91,8 +91,7 @@ class Population:
         self.num_constrained += req.grammar is not None
 
     def leave(self, req: Req, why: str, cause: str = "") -> None:
-        """Remove the request. :meth:`release` follows, once no message of this turn is left to be handled. ``cause``:
-        that of a retraction."""
+        """Remove the request. :meth:`release` follows, after this turn's messages. ``cause``: that of a retraction."""
         assert self.reqs.get(req.rid) is req and not req.left, f"{req.rid} leaves once"
         logger.debug(
             "Request %s leaves (%s): %d tokens, %d of them cached, and %d new ones, after %d retractions",

@@ -28,8 +28,7 @@ _MAX_LOOKED_AT = 128
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step: its tokens, its work (see PrefixWork), tokens whose prompt logprobs it computes, and its
-    prompts."""
+    """What is left of a step: its tokens, work (see PrefixWork), tokens whose prompt logprobs it computes, prompts."""
 
     step_tokens: int
     work: float

@@ -86,8 +86,7 @@ class SocketInbox:
 
 
 class TurnInbox:
-    """Receives the turns from ``inbox``, on a rank other than 0. It gives memory back when :class:`SocketInbox`
-    does."""
+    """Receives the turns from ``inbox``, on a rank other than 0. Gives memory back like :class:`SocketInbox`."""
 
     def __init__(self, inbox: Inbox[Turn], watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
         self._inbox = inbox
@@ -107,8 +106,7 @@ class TurnInbox:
 
 
 class SocketOutbox:
-    """Sends the scheduler's messages. Without a detokenizer, tokens go directly to the tokenizer manager. Any thread
-    may send."""
+    """Sends the scheduler's messages. Without a detokenizer, tokens skip it. Any thread may send."""
 
     def __init__(self, ports: PortArgs, skip_detokenizer: bool) -> None:
         self._tokenizer = ports.tokenizer
@@ -158,9 +156,7 @@ def run_loop(scheduler: Scheduler) -> None:
 
 def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
     """Entry point of a scheduler process, of which each rank has one: load the model, report that it is ready, serve.
-
-    Any error is reported to the front end as :class:`FatalError` and ends the process with status 1.
-    """
+    Any error is reported to the front end as :class:`FatalError` and ends the process with status 1."""
     num_ranks = config.server_args.tp_size
     args = config.server_args
     if rank:  # rank 0 logs progress for all
@@ -376,9 +372,8 @@ def _link_ranks(
 
 
 def _watch_ranks(link: RankLink, shard: Shard) -> None:
-    """Start a thread that ends this rank's collective operations as soon as another rank has failed.
-
-    Otherwise the kernels on the device could wait for ever for the failed rank, and the host for the device."""
+    """Start a thread that ends this rank's collective operations as soon as another rank has failed. Otherwise the
+    kernels on the device could wait for ever for the failed rank, and the host for the device."""
     communicator = shard.communicator
     assert communicator is not None, "several ranks have a communicator"
 
@@ -419,9 +414,8 @@ def _run_in_thread(work: Callable[[], None]) -> None:
 
 
 def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
-    """With --cuda-coredump-dir, make the driver write a core dump of the GPU when a kernel fails.
-
-    Must be called before CUDA is initialised. Returns None if there will be no dumps, or none in that folder."""
+    """With --cuda-coredump-dir, make the driver write a core dump of the GPU when a kernel fails. Must be called before
+    CUDA is initialised. Returns None if there will be no dumps, or none in that folder."""
     if config.cuda_coredump_dir is None:
         return None
     if config.device != "cuda":
@@ -445,9 +439,8 @@ def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
 
 
 def log_core_dumps(dumps: CoreDumps | None, device: Device | None) -> None:
-    """After a failure, wait until the driver has written its core dump, and log the file's path.
-
-    It waits if a dump has been begun or if ``device`` is in error. ``device`` is None if it could not be opened."""
+    """After a failure, wait until the driver has written its core dump, and log the file's path. It waits if a dump has
+    been begun or if ``device`` is in error. ``device`` is None if it could not be opened."""
     if dumps is None:
         return
     for path in dumps.wait(_may_be_in_error(device)):

@@ -35,8 +35,7 @@ class Publisher:
         self.output = OutputSender(send, speculates=not population.running.is_exact)
 
     def publish(self, flight: InFlight, out: StepOutput) -> None:
-        """Append the step's tokens to its requests, and end those that they end. Prompts that it completes go to the
-        prefix cache."""
+        """Append the step's tokens to its requests, and end those that they end. Completed prompts go to the tree."""
         completed: Sequence[Req] = ()
         if flight.batch.is_decode:
             self.publish_decode(flight.batch, flight.reqs, flight.number, out)
@@ -111,8 +110,7 @@ class Publisher:
             self._population.joining += self._running.settle(reqs, number)
 
     def publish_extend(self, batch: StepBatch, reqs: Sequence[Req], out: StepOutput) -> list[Req]:
-        """Append the first tokens of completed prompts and log prompt logprobs. Returns the requests whose prompt is
-        completed."""
+        """Append the first tokens of completed prompts and log prompt logprobs. Returns these requests."""
         completed: list[Req] = []
         tokens = out.tokens.tolist()
         counts = iter(out.token_counts(len(batch.sampling)))

@@ -186,8 +186,7 @@ class LeadingRank(RankLink):
     """The link of rank 0, which makes the turns."""
 
     def __init__(self, board: RankBoard, worker: Worker, drain: Drain, send: Sequence[Callable[[bytes], None]]) -> None:
-        """``drain`` is the inbox's method. ``send`` has a function for each other rank, which sends it bytes and never
-        blocks."""
+        """``drain`` is the inbox's method. ``send``: for each other rank what sends it bytes, never blocking."""
         super().__init__(board, worker)
         self._drain = drain
         self._send = send

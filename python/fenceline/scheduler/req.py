@@ -87,8 +87,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMatch:
-    """A waiting request's prefix, with the values that the tree's ``num_created`` and ``num_moves`` had when the prefix
-    was matched."""
+    """A waiting request's prefix, with the tree's ``num_created`` and ``num_moves`` when it was matched."""
 
     prefix: Prefix
     num_created: int

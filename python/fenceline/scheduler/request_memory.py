@@ -103,10 +103,7 @@ def _row(req: Req) -> I64:
 
 class RequestMemory:
     """Allocates KV pages and rows for requests and takes them back; whole pages of prompts and outputs go to the prefix
-    tree.
-
-    ``tiers`` are the tree's lower tiers, None if the device is the only tier.
-    """
+    tree. ``tiers`` are the tree's lower tiers, None if the device is the only tier."""
 
     def __init__(
         self,
@@ -190,8 +187,7 @@ class RequestMemory:
 
     @property
     def recomputes(self) -> dict[str, int]:
-        """How often a value derived from page locations was stale when it was needed, and was computed again (F5), by
-        kind."""
+        """How often a value derived from page locations was stale, and was computed again (F5), by kind."""
         return {"queued_match": self._num_stale_matches, "page_table": self.tables.num_rewritten}
 
     def match(self, req: Req) -> Prefix:
@@ -264,8 +260,7 @@ class RequestMemory:
         return after.join(row_after)
 
     def start_loads(self) -> tuple[Ticket, ...]:
-        """Submit the loads from the host that the requests admitted since the last call need. Their batch must wait for
-        the tickets that are returned."""
+        """Submit the loads that requests admitted since the last call need; their batch must wait for the tickets."""
         return () if self.tiers is None else self.tiers.start_loads()
 
     def grow(self, req: Req, num_pages: int) -> tuple[I32, Points]:

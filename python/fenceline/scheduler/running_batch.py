@@ -274,8 +274,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._min)
 
     def after_retraction(self, num_decoded: int, num_running: int, num_max_new: int) -> None:
-        """Requests were retracted. The ``num_running`` that are left have decoded ``num_decoded`` tokens of the
-        ``num_max_new`` that they may."""
+        """Requests were retracted. The ``num_running`` left have decoded ``num_decoded`` of ``num_max_new`` tokens."""
         self.value = min((num_decoded + 20 * num_running) / max(num_max_new, 1), 1.0)
 
 

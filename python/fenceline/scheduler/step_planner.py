@@ -69,8 +69,7 @@ class StepPlanner:
         self._stats = stats
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """Choose among the chunked request and the waiting ones. Returns None if there is no prompt to compute, or if a
-        decode step has to come first."""
+        """Choose among the chunked request and the waiting ones. None: there is none, or a decode step comes first."""
         if self.population.chunked is None and not self.waiting.num_reqs:
             return None
         population, threshold = self.population, self._threshold

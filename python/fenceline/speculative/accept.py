@@ -35,11 +35,8 @@ class Accepted:
 
 
 def accept(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> Accepted:
-    """Follow ``draws`` [B, N] int64, the target's tokens at the nodes, from the root on.
-
-    If several children have the drawn token, the first one is taken. If a request ``is_rejected``, its path is the root
-    alone.
-    """
+    """Follow ``draws`` [B, N] int64, the target's tokens at the nodes, from the root on. If several children have the
+    drawn token, the first one is taken. If a request ``is_rejected``, its path is the root alone."""
     assert draws.shape == tree.token_ids.shape, (draws.shape, tree.token_ids.shape)
     assert 0 <= num_steps < draws.shape[1], (num_steps, draws.shape)
     follow = _follow_chain if tree.parents is None else _follow_tree

@@ -120,10 +120,8 @@ def answer_id(prefix: str, body: CommonBody, request: Request, generator: Genera
 
 
 class TokenIds:
-    """``token_ids`` and ``prompt_token_ids`` of one choice, for requests that ask for them.
-
-    A prompt's ids are sent once: with the first choice of the prompt, and in a stream with that choice's first chunk.
-    """
+    """``token_ids`` and ``prompt_token_ids`` of one choice, for requests that ask for them. A prompt's ids are sent
+    once: with the first choice of the prompt, and in a stream with that choice's first chunk."""
 
     def __init__(self, with_output: bool, prompt_ids: Sequence[int] | None) -> None:
         self._with_output = with_output

@@ -31,10 +31,8 @@ class ReasoningFormat:
     header_end: str = ""
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether output that follows ``prompt`` begins inside the reasoning.
-
-        A template may write the start tag itself, and also the end tag if reasoning is switched off.
-        """
+        """Whether output that follows ``prompt`` begins inside the reasoning. A template may write the start tag
+        itself, and also the end tag if reasoning is switched off."""
         tail = prompt.rstrip()
         if tail.endswith(self.start):
             return True
@@ -84,9 +82,7 @@ REASONING_FORMATS = {**_FORMATS, **{name: _FORMATS[own] for name, own in _ALSO_C
 
 class ReasoningTokens:
     """Counts the tokens of an answer's reasoning: those up to the token ``end``, which is the last of them.
-
-    ``in_messages``: ``end`` ends every message but the last; all but that are counted.
-    """
+    ``in_messages``: ``end`` ends every message but the last; all but that are counted."""
 
     __slots__ = ("_all", "_end", "_in_messages", "_until_end")
 

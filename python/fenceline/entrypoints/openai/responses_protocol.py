@@ -177,8 +177,7 @@ def input_messages(items: str | list[JsonObject]) -> list[Message]:
 
 
 def _messages(items: list[JsonObject]) -> Iterator[Message]:
-    """Everything that the model has written since the last message of another role is one message: reasoning, text and
-    calls."""
+    """What the model has written since the last message of another role is one message: reasoning, text, calls."""
     own: Message = {}
     for item in items:
         kind = item_kind(item)

@@ -180,9 +180,7 @@ class ToolCallParser:
 
 def _content_until(source: Source, *marks: str) -> Reading[bool]:
     """Pass on content up to the first of ``marks``, which is read, or to the end of the output, which returns False.
-
-    White space in front of a mark belongs to neither.
-    """
+    White space in front of a mark belongs to neither."""
     begin = re.compile("|".join(map(re.escape, marks)))
     blanks: list[str] = []
     while True:
@@ -480,8 +478,7 @@ def _hermes_call(source: Source) -> Reading[None]:
 
 
 def _granite(source: Source) -> Reading[None]:
-    """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``; Granite 3.1 also writes ``<tool_call>`` in front, and
-    ``</tool_call>`` behind."""
+    """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``; Granite 3.1 also writes ``<tool_call>`` around it."""
     while (yield from _content_until(source, "<|tool_call|>", "<tool_call>")):
         if (yield from _blank(source)) == "[":
             is_call = yield from _list(source, lambda: _json_call(source))
@@ -807,8 +804,7 @@ def _qwen3_coder_call(source: Source, tag: str) -> Reading[None]:
 
 
 def _glm(source: Source) -> Reading[None]:
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>``, with or without line breaks
-    between the tags."""
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>``, perhaps in lines."""
     while (yield from _content_until(source, "<tool_call>")):
         yield from _block(source, _glm_call(source))
 

@@ -192,8 +192,7 @@ _registered: dict[str, Callable[[AttentionSetting], AttentionBackend]] = {}
 
 
 def register_attention_backend(name: str, factory: Callable[[AttentionSetting], AttentionBackend]) -> None:
-    """Make another backend available by name, on any device; ``auto`` does not try it. The proof uses this for the
-    backends of the virtual GPU."""
+    """Make another backend available by name, on any device; ``auto`` does not try it. The virtual GPU has such."""
     _registered[name] = factory
 
 
@@ -323,10 +322,8 @@ def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
 def measure_us(
     backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode, batch: MeasuredBatch | None = None
 ) -> float:
-    """Microseconds of one layer's attention, as in a graph's replay, over a pool that is not in use yet.
-
-    Compiles what the backend needs. The pool is only read. Blocks until the device is done.
-    """
+    """Microseconds of one layer's attention, as in a graph's replay, over a pool that is not in use yet. Compiles what
+    the backend needs. The pool is only read. Blocks until the device is done."""
     device = setting.device
     device.synchronize()  # the pool was written on the default stream
     with device.forward.active():

@@ -44,8 +44,7 @@ _SINK_SLOT = 0
 
 
 class CpuAttentionBackend(ReferenceAttentionBackend):
-    """Plans batches for a CPU. The plans of verify steps and of graphs are the reference's, with attention by
-    scaled_dot_product_attention."""
+    """Plans batches for a CPU. The plans of verify steps and graphs are the reference's, with its own attention."""
 
     def __init__(self, kv_pool: KVPool, rules: Mapping[int, LayerRules] = NO_RULES) -> None:
         super().__init__(kv_pool, rules)
@@ -396,11 +395,8 @@ class _ExtendPlan(_Part):
         scores: _Scores,
         lse: torch.Tensor | None,
     ) -> None:
-        """Causal attention of the last tokens of a sequence, block by block.
-
-        q, result [group, num_kv_heads, queries, head_dim]; k, v [group, num_kv_heads, tokens, head_dim]; lse [group,
-        num_kv_heads, queries].
-        """
+        """Causal attention of the last tokens of a sequence, block by block. q, result [group, num_kv_heads, queries,
+        head_dim]; k, v [group, num_kv_heads, tokens, head_dim]; lse [group, num_kv_heads, queries]."""
         num_queries, num_tokens, window = q.shape[2], k.shape[2], self.source.window
         for first in range(0, num_queries, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, num_queries)
@@ -470,8 +466,7 @@ class _Prefix:
 
 
 class _PrefixPlan(AttentionPlan):
-    """For each shared prefix one call with all its queries, and a plan ``rest`` for the remaining tokens of each
-    request."""
+    """For each shared prefix one call with all its queries, and a plan ``rest`` for each request's other tokens."""
 
     def __init__(self, source: _Source, prefixes: Sequence[_Prefix], rest: _Part) -> None:
         self.source = source
@@ -499,8 +494,7 @@ class _PrefixPlan(AttentionPlan):
 
 
 class _SplitPlan(_Part):
-    """An extend step in which the attention of requests with one query is computed as in decode, apart from that of all
-    other requests."""
+    """An extend step in which requests with one query are computed as in decode, apart from all others."""
 
     def __init__(self, source: _Source, parts: Sequence[tuple[torch.Tensor, _Part]]) -> None:
         self.source = source

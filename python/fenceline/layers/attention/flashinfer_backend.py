@@ -104,8 +104,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             kernels.begin_to_compile()
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """The fa3 kernels are persistent, and only prefill uses them. The fa2 and decode kernels have a block for each
-        tile."""
+        """The fa3 kernels are persistent, and only prefill uses them. The others have a block for each tile."""
         return mode is ForwardMode.EXTEND and self.prefill.generation == "fa3"
 
     def warm_up(self) -> None:
@@ -234,8 +233,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         return max(32 * self._num_sms // self.shape.num_kv_heads + 1, size)
 
     def _tensor_core_tiles(self, size: int) -> int:
-        """Tiles of a graph's launch: two for each multiprocessor, or as many as the requests need when no keys are
-        split, whichever is more."""
+        """Tiles of a graph's launch: two for each multiprocessor, or what the requests need without splits, if more."""
         group, tile = self.shape.group, self._query_tile
         return max(2 * self._num_sms // self.shape.num_kv_heads, -(-size * group // tile) + size - 1)
 
@@ -250,8 +248,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         return self._float_bytes(self._tensor_core_tiles(size), self._query_tile)
 
     def _graph_int_bytes(self, size: int) -> int:
-        """Bytes of three indices and a flag for each tile and of two offsets for each request, in arrays aligned to 16
-        bytes."""
+        """Bytes of three indices and a flag for each tile and two offsets for each request, in arrays aligned to 16."""
         tiles = max(self._cuda_core_tiles(size), self._tensor_core_tiles(size))
         return (13 * tiles + 8 * (size + 1) + 512 + 15) // 16 * 16
 
@@ -296,8 +293,7 @@ def _gather_into(pages: Pages, inputs: AttentionInputs | GraphDecodeInputs, page
 
 
 class _EagerPlan(AttentionPlan):
-    """It uses a slot of the ring, so it is invalid once another plan has been made. Using it then fails an
-    assertion."""
+    """It uses a slot of the ring: using it after another plan has been made fails an assertion."""
 
     def __init__(self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo) -> None:
         self.backend, self.space, self.info = backend, space, info

@@ -119,8 +119,7 @@ class Module(Protocol):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it can be used without compiling it. This call may write the module's sources to the cache, and has
-        no other effect."""
+        """Whether it can be used without compiling it. This call may write its sources to the cache."""
 
     @property
     def functions(self) -> Any:
@@ -131,8 +130,7 @@ class Module(Protocol):
 
 
 class Library(Protocol):
-    """What the backend needs of FlashInfer. The proof implements it for the virtual GPU, which cannot run FlashInfer's
-    kernels."""
+    """What the backend needs of FlashInfer. The virtual GPU, which cannot run its kernels, has another."""
 
     plan_bytes: int  # the largest size of a batch's plan
     plan_slots: int  # how many plans may be in use or being copied at the same time
@@ -274,10 +272,8 @@ class PrefillKernels:
         causal: bool = True,
         graph: bool = False,
     ) -> PlanInfo:
-        """Plan on the host and submit the copy to ``space.ints`` to the current stream.
-
-        ``graph``: the launch and the plan's layout then depend on nothing but the number of requests.
-        """
+        """Plan on the host and submit the copy to ``space.ints`` to the current stream. ``graph``: the launch and the
+        plan's layout then depend on nothing but the number of requests."""
         shape = self.shape
         page_size = shape.page_size if paged else 1
         starts = _starts(query_lens)

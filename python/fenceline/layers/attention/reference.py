@@ -178,8 +178,7 @@ class ReferenceAttentionBackend(AttentionBackend):
     def _together(
         self, inputs: AttentionInputs | VerifyInputs, lens: npt.NDArray[np.int64], tree: QueryTree
     ) -> list[Requests]:
-        """As many requests of ``lens`` tokens at a time as may be gathered at once if all are as long as the
-        longest."""
+        """As many requests of ``lens`` tokens at a time as may be gathered if all are as long as the longest."""
         longest = int(lens.max())
         if self.window is not None:
             longest = min(longest, self.window + tree.num_nodes - 1)

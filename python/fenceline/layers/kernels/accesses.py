@@ -195,8 +195,7 @@ def extend_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """The first launch of ``extend_attention.extend_attention``. If keys are split, ``out`` are partial results with
-    their ``stats``."""
+    """The first launch of ``extend_attention.extend_attention``. With splits ``out`` is partial, with ``stats``."""
     op.read(query_starts)
     op.read(q)
     op.read(sinks)

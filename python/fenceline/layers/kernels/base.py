@@ -274,10 +274,8 @@ def rotary_angles(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.T
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + head_dim / 2]) of x [T, heads, head_dim] by the token's angles.
-
-    Computed in float32, returned as a new tensor in x's type.
-    """
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of x [T, heads, head_dim] by the token's angles. Computed in
+    float32, returned as a new tensor in x's type."""
     x1, x2 = x.chunk(2, dim=-1)
     rotated = x * cos
     first, second = rotated.chunk(2, dim=-1)

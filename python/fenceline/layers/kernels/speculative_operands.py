@@ -14,8 +14,7 @@ SINK_LEN = 2  # the length of the sink's row: a last token and one before it
 
 
 class Pieces(NamedTuple):
-    """The best token of each of P pieces of the vocabulary, for each of B requests: see
-    ``draw_kernels.draw_pieces``."""
+    """The best token of each of P pieces of the vocabulary, for B requests: see ``draw_pieces``."""
 
     best_scores: torch.Tensor  # [B, P] float32
     best_ids: torch.Tensor  # [B, P] int32
@@ -35,10 +34,8 @@ class BeginOutputs(NamedTuple):
 
 
 class NextRow(NamedTuple):
-    """The row of each request that the draft computes next, and the outputs of ``keep_draft`` for it.
-
-    The row is column ``at`` of ``positions`` and ``out_slots`` [B, N]. The request then has ``lens`` + ``at``
-    tokens."""
+    """The row of each request that the draft computes next, and the outputs of ``keep_draft`` for it. The row is column
+    ``at`` of ``positions`` and ``out_slots`` [B, N]. The request then has ``lens`` + ``at`` tokens."""
 
     at: int
     lens: Tensor  # [B]

@@ -190,10 +190,7 @@ class HiCacheController:
 
     def before_persistent_forward(self) -> None:
         """Call it before a step with persistent attention is submitted: the step waits for backups that run on SMs
-        (F2).
-
-        Loads may run at the same time; neither waits for the other (test/gpu/test_load_beside_attention.py).
-        """
+        (F2). Loads may run at the same time; neither waits for the other (test/gpu/test_load_beside_attention.py)."""
         if not self._copier.uses_sm:
             return
         if self._last_store is not None:
@@ -287,8 +284,7 @@ def make_hicache_controller(
 
 
 def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:
-    """Number of pages of the host tier: as many as fit ``host_bytes`` if that is given, else --hicache-ratio times as
-    many as the device has."""
+    """Number of pages of the host tier: as many as fit ``host_bytes``, else --hicache-ratio times the device's."""
     assert config.hicache is not None
     if config.hicache.host_bytes is None:
         return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)

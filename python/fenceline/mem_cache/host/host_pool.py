@@ -67,9 +67,8 @@ class HostPool:
         return self.buffer.nbytes
 
     def page(self, page: int) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of a page as storage takes them: with ``page_first`` one piece, else one piece for each part.
-
-        Their concatenation is the same for both: the parts in the layout's order."""
+        """The bytes of a page as storage takes them: with ``page_first`` one piece, else one piece for each part. Their
+        concatenation is the same for both: the parts in the layout's order."""
         assert 0 <= page < self.num_pages, f"there is no host page {page}"
         if self.mem_layout == "page_first":
             return [self._bytes[page * self.page_nbytes : (page + 1) * self.page_nbytes]]
@@ -103,8 +102,7 @@ class HostPool:
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that this process can still take: what the machine has available, or less if the process's
-    control group limits it."""
+    """Bytes of host memory that this process can still take: what the machine has, or its control group allows."""
     available = int(psutil.virtual_memory().available)
     for limit, usage, stat in _CGROUP_FILES:
         try:

@@ -43,10 +43,8 @@ class StorageError(Exception):
 
 @dataclass(slots=True)
 class StorageStats:
-    """Counts, of pages unless named otherwise: of one call while it runs, and of all since the start.
-
-    ``errors`` explains misses and unwritten pages by :class:`Reason`; a key that is simply not there is no error. Bytes
-    are payload."""
+    """Counts, of pages unless named otherwise: of one call while it runs, and of all since the start. ``errors``
+    explains misses and unwritten pages by :class:`Reason`; a missing key is no error. Bytes are payload."""
 
     hits: int = 0
     misses: int = 0

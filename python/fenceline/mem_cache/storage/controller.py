@@ -118,8 +118,7 @@ def apply(ack: Ack) -> None:
 
 @dataclass(slots=True)
 class StorageTierStats:
-    """Counts of what ``drain`` has returned since the start, in pages unless named otherwise. Seconds are summed over
-    worker threads."""
+    """Counts of what ``drain`` has returned since the start, in pages unless named otherwise. Seconds are sums."""
 
     backend: StorageStats = field(default_factory=StorageStats)
     prefetches: Counter[Outcome] = field(default_factory=Counter)  # that have ended, by outcome
@@ -222,8 +221,7 @@ class StorageLimits:
 
 
 class StorageController:
-    """Write-behind and prefetch of host pages. The scheduler's thread calls every method, and only ``clear``
-    and ``close`` block."""
+    """Write-behind and prefetch of host pages. The scheduler calls it; only ``clear`` and ``close`` block."""
 
     def __init__(
         self,
@@ -312,9 +310,8 @@ class StorageController:
         self._queries.put(QueryJob(op), now)
 
     def fetch(self, op: Prefetch, host_pages: I32, after: Points) -> None:
-        """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found.
-
-        Each page belongs to a worker until :class:`Fetched` names it, or until the closing ack."""
+        """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found. Each page
+        belongs to a worker until :class:`Fetched` names it, or until the closing ack."""
         progress = self._active.get(op)
         assert progress is not None and progress.state is _State.FOUND, f"{op!r} has nothing to fetch"
         assert 1 <= len(host_pages) <= progress.num_found, f"{op!r}: {len(host_pages)} host pages"

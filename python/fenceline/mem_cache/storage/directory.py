@@ -99,8 +99,7 @@ class UsageCount:
 
 
 class StorageDirectory:
-    """``root`` and everything in it that is ours. Files of other names are left alone. Paths of files are relative to
-    ``root``."""
+    """``root`` and everything in it that is ours. Files of other names are left alone. Paths are relative to it."""
 
     def __init__(
         self, root: Path, lock_timeout_s: float, report: Callable[[Reason], None] = lambda reason: None
@@ -327,8 +326,7 @@ class StorageDirectory:
     # --- all files -----------------------------------------------------------------------------------
 
     def sweep_temps(self) -> dict[int, int]:
-        """Remove the files of dead writers. Returns the bytes of the other temporary files by inode. The directory must
-        be locked."""
+        """Remove the files of dead writers. Returns the bytes of other temporary files by inode. Needs the lock."""
         alive: dict[int, int] = {}
         for name, seen in self._entries(_TEMPS):
             path = f"{_TEMPS}/{name}"
@@ -357,8 +355,7 @@ class StorageDirectory:
         return alive
 
     def scan(self) -> tuple[int, list[PageFile]]:
-        """Bytes of all our files, and the pages of all models. Removes the files of dead writers. The directory must be
-        locked."""
+        """Bytes of all our files, and the pages of all models. Removes those of dead writers. Needs the lock."""
         alive = self.sweep_temps()
         pages: list[PageFile] = []
         for model, _ in self._entries("."):
@@ -427,11 +424,8 @@ def _try_lock(fd: int, deadline: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cleaner:
-    """Evicts the least recently used pages, of any model, when a directory is full.
-
-    Keeps ``directory`` within ``max_bytes``. A scan costs about 9 us a page, so each one makes room down to
-    ``low_bytes``.
-    """
+    """Evicts the least recently used pages, of any model, when a directory is full. Keeps ``directory`` within
+    ``max_bytes``. A scan costs about 9 us a page, so each one makes room down to ``low_bytes``."""
 
     directory: StorageDirectory
     max_bytes: int

@@ -107,8 +107,7 @@ class HiRadixCache(RadixCache):
         )
 
     def is_current(self, match: MatchResult) -> bool:
-        """As in :class:`RadixCache`, also for the part on the host: False too if some of that has been loaded for
-        another request, or has gone."""
+        """As in :class:`RadixCache`, also for the part on the host: False too if some of that has moved or gone."""
         if match.node.version != match.version or not self._is_attached(match.host_node):
             return False
         if match.host_node is match.node:
@@ -209,10 +208,8 @@ class HiRadixCache(RadixCache):
         return num_evicted
 
     def evict_host(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` host pages, least recently used nodes first, whole nodes at a time.
-
-        Nodes that are locked, held, or needed by a node below stay. Returns the number of pages retired.
-        """
+        """Retire at least ``num_pages`` host pages, least recently used nodes first, whole nodes at a time. Nodes that
+        are locked, held, or needed by a node below stay. Returns the number of pages retired."""
         assert num_pages >= 0, "cannot evict a negative number of pages"
         return self._host.evict(num_pages)
 
@@ -363,8 +360,7 @@ class HiRadixCache(RadixCache):
         self._leaving = frozenset()
 
     def _leave_device(self, node: TreeNode) -> None:
-        """Retire the device pages of ``node``, which its parent no longer counts. The node stays in the tree if it has
-        a host copy."""
+        """Retire the device pages of ``node``, which its parent no longer counts. It stays if it has a host copy."""
         in_flight = transfer_points(node)
         self._pool.retire(node.pages, node.after.join(in_flight))
         self._num_evictable_pages -= len(node.pages)
@@ -500,15 +496,13 @@ class HostTier:
         return self.pool.alloc(num_pages)
 
     def evict(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` pages, the least recently used first, or all that may be evicted. Returns how
-        many."""
+        """Retire at least ``num_pages`` pages, the least recently used first, or all that may go. Returns how many."""
         victims, _ = self._choose(num_pages, ())
         return self._evict_all(victims)
 
     def _choose(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[list[TreeNode], int]:
         """Choose nodes with at least ``num_pages`` pages in all, the least recently used first, children before
-        parents: each is chosen as if the ones before had been evicted. Returns them, removed from the queue, and the
-        number of their pages."""
+        parents: each is chosen as if the ones before had been evicted. Returns them and their number of pages."""
         victims: list[TreeNode] = []
         kept: list[TreeNode] = []
         num_found = 0
@@ -618,8 +612,7 @@ class InTransit:
             self._nodes[ticket].append(upper)
 
     def remove(self, node: TreeNode) -> None:
-        """Forget the tickets of ``node``, which has left the tree or the device, and whose Points have been passed
-        on."""
+        """Forget the tickets of ``node``, which has left the tree or the device, its Points passed on."""
         if node.transfers:
             self._num_pages -= node.num_pages
             node.transfers = ()

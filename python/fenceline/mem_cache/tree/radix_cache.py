@@ -577,8 +577,7 @@ class RadixCache:
         return len(node.pages)
 
     def _detach(self, node: TreeNode) -> None:
-        """Clear the links of ``node``, which has left the tree, and change its version, so that matches of it are found
-        to be stale."""
+        """Clear the links of ``node``, which has left the tree, and change its version: matches of it are stale."""
         node.parent = None
         node.children = {}
         node.num_device_children = node.num_host_children = 0
@@ -619,8 +618,7 @@ def as_tokens(token_ids: IntArray) -> Int32Array:
 
 
 def check_node(node: TreeNode, root: TreeNode, page_size: int, lookahead: int) -> None:
-    """Raises AssertionError that names what is wrong with ``node``, which is below ``root``, or between it and its
-    parent."""
+    """Raises AssertionError that names what is wrong with ``node``, below ``root``, or between it and its parent."""
     name, parent = f"node {node.id}", node.parent
     assert parent is not None, f"{name}: in the tree without a parent"
     assert parent.children.get(node.edge) is node, f"{name}: its parent does not know it by its edge"

@@ -97,8 +97,7 @@ class DecodeWorkspace:
 
 
 def query_tiles(num_rows: int) -> tuple[int, int]:
-    """How the rows of a request and KV head, ``num_rows`` = queries x group, are cut: (number of tiles, rows of
-    each)."""
+    """How the ``num_rows`` = queries x group of a request and KV head are cut: (number of tiles, rows of each)."""
     rows = min(max(triton.next_power_of_2(num_rows), MAX_GROUP), _MAX_ROWS)
     return -(-num_rows // rows), rows
 
@@ -182,14 +181,12 @@ def decode_attention(
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """``head_dim`` rounded up to what matrix products take. The features past a head's end are zeros in registers, and
-    are neither read nor written."""
+    """``head_dim`` rounded up to what matrix products take. Features past a head's end are zeros in registers."""
     return max(triton.next_power_of_2(head_dim), 16)
 
 
 def padded_batch(batch: int) -> int:
-    """``batch`` rounded up: the number of lengths that a worker reads. There are few values, because each compiles a
-    kernel."""
+    """``batch`` rounded up: the number of lengths that a worker reads. Each value compiles a kernel."""
     return next((size for size in (1, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
 
 
@@ -340,10 +337,8 @@ def _prefetch(
     DIM_PAD: tl.constexpr, NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, except the tokens of its queries.
-
-    All multiprocessors share L2, so data that is written after the prefetch is read correctly.
-    """
+    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, except the tokens of its queries. All
+    multiprocessors share L2, so data that is written after the prefetch is read correctly."""
     SECTOR: tl.constexpr = _SECTOR_BYTES * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
     sectors = tl.arange(0, DIM_PAD // SECTOR if DIM_PAD > SECTOR else 1) * SECTOR
     for ahead in tl.static_range(NUM_BLOCKS):
@@ -455,8 +450,7 @@ def _count_bits(x):
 def token_slots(
     table_ptr, block, positions, live, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request; slots of the sink page where not
-    ``live``."""
+    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request; the sink's where not ``live``."""
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(table_ptr + block // (PAGE_SIZE // BLOCK_N))  # one page holds the whole block
     elif MASKED:
@@ -468,8 +462,7 @@ def token_slots(
 
 @triton.jit
 def _piece(lane, worker, begins, NUM_WORKERS: tl.constexpr):
-    """The index of a piece's partial result. A worker may have two: the end of one request and the beginning of
-    another."""
+    """The index of a piece's partial result. A worker may have two: the end of a request and the next's beginning."""
     return (lane * NUM_WORKERS + worker) * 2 + tl.where(begins, 1, 0)
 
 

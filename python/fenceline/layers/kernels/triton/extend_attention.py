@@ -49,8 +49,7 @@ class ExtendConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExtendGrid:
-    """The programs of a batch: ``num_tiles`` tiles for each KV head, with the keys of each tile in ``num_splits``
-    parts."""
+    """The programs of a batch: ``num_tiles`` tiles for each KV head, with their keys in ``num_splits`` parts."""
 
     num_tiles: int
     num_splits: int
@@ -64,8 +63,7 @@ def extend_grid(
     num_sms: int,
     window: int | None = None,
 ) -> ExtendGrid:
-    """The grid for a batch with ``heads`` = (H, Hkv). Its splits leave as few of the ``num_sms`` multiprocessors idle
-    as possible."""
+    """The grid for a batch with ``heads`` = (H, Hkv). Splits leave few of ``num_sms`` idle."""
     if window is not None:
         seq_lens_cpu = np.minimum(seq_lens_cpu, window + config.block_m)
     group = heads[0] // heads[1]
@@ -225,8 +223,7 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one token's heads that share a KV head. A split in which a row attends to no key has weight
-    0."""
+    """Merge the splits of one token's heads that share a KV head. A split in which a row sees no key has weight 0."""
     group = tl.arange(0, GROUP_PAD)
     live = group < GROUP
     rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1) * GROUP + group

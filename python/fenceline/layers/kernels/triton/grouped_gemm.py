@@ -223,8 +223,7 @@ def _four_bit_sums(
     SIZE: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GROUPS: tl.constexpr, NUMBERS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x_row [K] times those of ``matrix_rows`` [BLOCK_N] that ``exist``, and if GATED also times the rows that are SIZE
-    rows further."""
+    """x_row [K] times those of ``matrix_rows`` [BLOCK_N] that ``exist``, and if GATED also those SIZE rows further."""
     bytes_each: tl.constexpr = K // GROUPS // 2  # of a group
     block_groups: tl.constexpr = BLOCK_K // 2 // bytes_each
     groups, within = tl.arange(0, block_groups), tl.arange(0, bytes_each)

@@ -91,8 +91,7 @@ def _rotate_and_store_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program computes some heads of one kind (query, key or value) of one token, as two tiles [heads, half of
-    head_dim]."""
+    """One program computes some heads of one kind (query, key or value) of a token, as two tiles [heads, half]."""
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + 2 * KV_BLOCKS

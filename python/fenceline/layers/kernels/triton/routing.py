@@ -204,8 +204,7 @@ def _route_kernel(
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """If ``counts`` is None, one program handles all tokens. Otherwise each program writes how many pairs of its tokens
-    each expert has."""
+    """If ``counts`` is None, one program handles all tokens. Else each writes how many pairs each expert has."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = tokens < num_tokens
     experts = tl.arange(0, BLOCK_E)
