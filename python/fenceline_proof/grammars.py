@@ -1,6 +1,6 @@
 """Grammars of the proof: regular expressions over the tiny model's letters, compiled once in a process.
 
-The oracle knows each of them as an automaton of its own (``oracle.AUTOMATA``).
+The oracle knows each of them as an expression of its own (``oracle.GRAMMARS``).
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from fenceline.ipc.io_struct import (
     FlushCacheReq,
     Message,
     PortArgs,
-    TokenizedGenerateReq,
     UpdateWeightsReq,
 )
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
@@ -32,11 +31,12 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, Turn
 from fenceline.scheduler.scheduler import Scheduler
+from fenceline_proof.answers import Transcript
 from fenceline_proof.bad_days import BadDays, order_calls
 from fenceline_proof.hicache_workloads import with_storage_limits
-from fenceline_proof.oracle import Oracle, Query
-from fenceline_proof.script import Arrival, Flag, Flags, Scenario, Script
-from fenceline_proof.steps import STEP_S, make_config
+from fenceline_proof.oracle import Oracle
+from fenceline_proof.script import Flag, Flags, Scenario, Script
+from fenceline_proof.steps import STEP_S, make_config, setting_of
 from fenceline_proof.tiny_model import PLAIN, tiny_model_path
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.gpu import VirtualGpu
@@ -142,16 +142,16 @@ class _Ended(Exception):
 
 
 class RankRun:
-    """One run. ``answers[rank]``: output ids by request."""
+    """One run. ``answers[rank]``: by request, its output ids and how it has ended."""
 
     def __init__(self, gpu: VirtualGpu, scenario: Scenario, severed: frozenset[str]) -> None:
         self.gpu, self._severed = gpu, severed
         self.scenario = scenario
-        self.answers: list[dict[str, list[int]]] = [{} for _ in range(NUM_RANKS)]
+        self.answers: list[dict[str, list[int | str]]] = [{} for _ in range(NUM_RANKS)]
         # Of each rank and each update of the weights whether it says that it was made.
         self.updated: list[list[bool]] = [[] for _ in range(NUM_RANKS)]
-        self.ends: list[dict[str, str]] = [{} for _ in range(NUM_RANKS)]  # how each request has ended
         self.num_tokens = 0
+        self.transcript: Transcript  # of rank 0
         self._group = Group(gpu, NUM_RANKS, _GRAIN)
         self._joined: list[int] = []
 
@@ -167,10 +167,11 @@ class RankRun:
                 for rank, config in enumerate(configs)
             ]
             join_all(workers)
-        if self.answers[0] != self.answers[1] or self.ends[0] != self.ends[1]:
-            return f"ranks give different answers: {self.answers}, {self.ends}"
-        answers, updates = self._compare(configs[0]), self._compare_updates()
-        return "\n".join(part for part in (answers, updates) if part)
+        if self.answers[0] != self.answers[1]:
+            return f"ranks give different answers: {self.answers}"
+        found = self.transcript.compare(_oracle(configs[0].model.model_path))
+        self.num_tokens = found.num_tokens
+        return "\n".join(part for part in (found.wrong, self._compare_updates()) if part)
 
     def _config(self, rank: int, folder: Path) -> EngineConfig:
         """Of a rank whose storage may fail, the directory is its own."""
@@ -211,46 +212,6 @@ class RankRun:
         rank = self.scenario.flags.get("rank_without_weights")
         right = [[] if rank is None else [int(str(rank)) >= NUM_RANKS]] * NUM_RANKS
         return "" if self.updated == right else f"updates of the weights were made: {self.updated}, not {right}"
-
-    def _compare(self, config: EngineConfig) -> str:
-        """The answers, and each request's alone."""
-        oracle = _oracle(config.model.model_path)
-        messages = [arrival.message for arrival in self.scenario.arrivals]
-        aborted = {message.rid for message in messages if isinstance(message, AbortReq)}
-        may_abort_all = any(isinstance(message, AbortReq) and message.abort_all for message in messages)
-        for message in messages:
-            if not isinstance(message, TokenizedGenerateReq):
-                continue
-            stops = frozenset(config.model.eos_token_ids)
-            params = message.sampling_params
-            assert params.seed is not None, "each request of a script has one"
-            query = Query(
-                tuple(message.input_ids),
-                params.seed,
-                stops,
-                params.max_new_tokens,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-            )
-            tokens, end = self.answers[0].get(message.rid, []), self.ends[0].get(message.rid)
-            may_abort = message.rid in aborted or may_abort_all
-            if end == "abort" and not may_abort:
-                return f"{message.rid} has been aborted, and nobody has asked for that"
-            if (
-                end != "abort"
-                and len(tokens) != message.sampling_params.max_new_tokens
-                and not stops & set(tokens[-1:])
-            ):
-                return f"{message.rid} ends after {len(tokens)} tokens: {end}"
-            for index, token in enumerate(tokens):
-                step = oracle.answer(query).step(index)
-                self.num_tokens += 1
-                if token not in step.close | {step.token}:
-                    return f"{message.rid}: output {index} is {token} in place of {step.token}"
-                if token != step.token:
-                    break  # rounding: what follows is another answer
-        return ""
 
     def _body(self, rank: int, config: EngineConfig, ports: PortArgs, turns: Channel[bytes]) -> Callable[[], None]:
         def body() -> None:
@@ -293,6 +254,7 @@ class _RankLoop:
             run.spoil_storage(rank, controller)
         self.scheduler = Scheduler(config, runner, self, self)
         if rank == 0:
+            run.transcript = Transcript(setting_of(self.scheduler))
             self.scheduler.ranks = LeadingRank(board, runner, self.drain, [turns.put])
         else:
             self.scheduler.ranks = FollowingRank(board, runner, self._receive)
@@ -306,12 +268,14 @@ class _RankLoop:
         """See ``scheduler.scheduler.Inbox``. If it would block, the other rank continues."""
         if block:
             self._run.gpu.rotation.give_way()
+        self._run.transcript.turn()
         if block and timeout_ms is None and self._arrivals:
             self._step_no = max(self._step_no, self._arrivals[0].step)
-        found: list[Arrival] = []
+        found: list[Message] = []
         while self._arrivals and self._arrivals[0].step <= self._step_no:
-            found.append(self._arrivals.popleft())
-        return [arrival.message for arrival in found]
+            found.append(self._arrivals.popleft().message)
+            self._run.transcript.received(found[-1])
+        return found
 
     def _receive(self) -> Turn:
         data = self._turns.get()
@@ -321,9 +285,10 @@ class _RankLoop:
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         for out in message.outs:
-            self._run.answers[self._rank].setdefault(out.rid, []).extend(out.output_ids)
-            if out.finish_reason is not None:
-                self._run.ends[self._rank][out.rid] = out.finish_reason.type
+            if self._rank == 0:
+                self._run.transcript.sent(out)
+            answer = self._run.answers[self._rank].setdefault(out.rid, [])
+            answer += [*out.output_ids, *([] if out.finish_reason is None else [out.finish_reason.type])]
 
     def to_tokenizer(self, message: Message) -> None:
         if isinstance(message, ControlReply) and message.id == "weights":

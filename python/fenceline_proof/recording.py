@@ -139,7 +139,7 @@ class _Reader:
             num_pages=max(self._ids.values(), default=1) + 1,
             page_size=self._page_size,
             recorded_pages=dump["num_pages"],
-            problems=(*self._stale_pages(), *self._late_results()),
+            problems=tuple(self._stale_pages()),
             graph_sizes=tuple(sorted(self._graph_sizes())),
             has_host_tier=dump["config"].get("hicache") is not None,
         )
@@ -218,13 +218,6 @@ class _Reader:
                 stale = sorted({table.get(row, {}).get(column, 0) for column in columns} & retired)
                 if stale:
                     yield f"step {number}: {rid} in row {row} uses pages {stale[:8]}, which are retired"
-
-    def _late_results(self) -> Iterable[str]:
-        """Steps launched before results that had arrived were published: tokens waited without need."""
-        for number, step in enumerate(self._steps):
-            arrived = [e for e in step["events"] if e["event"] == "completions" and e["results_arrived"]]
-            if arrived and step["in_flight"]:
-                yield f"step {number}: launched before the results that had arrived were published"
 
     def _lengths(self, step: Mapping[str, Any]) -> list[tuple[str, int, int]]:
         if step["mode"] == "extend":

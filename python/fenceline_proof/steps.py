@@ -97,6 +97,15 @@ def make_config(flags: Flags, device: str) -> EngineConfig:
     return _config(tuple(sorted(flags.items())))
 
 
+def setting_of(scheduler: Scheduler) -> Setting:
+    """What the answers of ``scheduler`` depend on."""
+    config = scheduler.config
+    # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
+    num_slots = scheduler.memory.num_pages * scheduler.memory.page_size - scheduler.running.largest.num_slots + 1
+    longest = min(config.model.context_length, num_slots)
+    return Setting(config.random_seed, frozenset(config.model.eos_token_ids), longest)
+
+
 class Loop:
     """A Scheduler over a ModelRunner, and the arrivals it will see. No threads but storage's."""
 
@@ -151,13 +160,7 @@ class Loop:
             self.scheduler.planner.draft_depth = RandomDepths(tuple(self.scheduler.planner.shapes), int(str(seed)))
         around(self.scheduler.control, "update_weights", before=self._counts_outputs, after=self._updated)
         self.watch.watch(self.scheduler)
-        args = config.server_args
-        # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
-        num_spare = self.scheduler.running.largest.num_slots - 1
-        num_slots = self.scheduler.memory.num_pages * args.page_size - num_spare
-        longest = min(config.model.context_length, num_slots)
-        eos_ids = frozenset(config.model.eos_token_ids)
-        self.transcript = Transcript(Setting(config.random_seed, eos_ids, longest))
+        self.transcript = Transcript(setting_of(self.scheduler))
 
     def _tell_tags(self, tags: Tags) -> None:
         """What steps, their sampling, transfers and new weights are submitted for."""

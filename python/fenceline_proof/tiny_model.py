@@ -1,6 +1,5 @@
-"""Models so small that hundreds of engine runs take a minute: a Qwen3, some with experts, some in FP8, a Gemma 2 with
-windows, an OLMo 2, a SmolLM3 in INT4 of which one layer sees no positions, a gpt-oss with sinks and experts in MXFP4,
-an ERNIE 4.5 and a GLM-4, whose rotary pairs are neighbours; drafts, and a tokenizer.
+"""Models so small that hundreds of engine runs take a minute: a Qwen3, one with experts, a Gemma 2 with windows;
+drafts, and a tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.

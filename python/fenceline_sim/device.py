@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from fenceline.layers.context import register_layers
@@ -100,36 +101,43 @@ class VgpuGraph(Graph):
         return replay
 
 
-class _HostAccesses:
-    """Accesses of the host to pinned memory that torch does not see: see ``memory_order.access.Accesses``."""
+class Declared:
+    """The accesses of one operation, in order: see ``memory_order.access.Accesses``."""
 
-    def __init__(self, gpu: VirtualGpu, label: str) -> None:
-        self._gpu = gpu
-        self._label = label
+    def __init__(self) -> None:
+        self.accesses: list[tuple[Memory, bool, frozenset[int]]] = []  # memory, whether it is written, its rows
 
     def read(self, memory: Memory, rows: Rows | None = None) -> None:
-        self._touch(memory, False)
+        self.accesses.append((memory, False, _numbers(memory, rows)))
 
     def write(self, memory: Memory, rows: Rows | None = None) -> None:
-        self._touch(memory, True)
+        self.accesses.append((memory, True, _numbers(memory, rows)))
 
     def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        raise AssertionError("pages are read on the device")
+        self.read(memory, memory.pages_of(rows, lengths))
 
-    append_pages = read_pages
+    def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        self.read_pages(memory, rows, lengths)
+        self.write(memory, memory.last_pages_of(rows, lengths))
 
     def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
-        raise AssertionError("tables are written on the device")
+        memory.write_table(rows, columns, pages)
 
     def release(self, memory: Memory) -> None:
-        return  # the allocator reports it
+        return
 
     def occupy_sm(self) -> None:
-        raise AssertionError("the host has no multiprocessors")
+        return
 
-    def _touch(self, memory: Memory, write: bool) -> None:
-        assert memory.tensor is not None, f"where {memory.name} lies is not known"
-        self._gpu.host_access(memory.tensor, write, self._label)
+    def pages(self, memory: Memory, written: bool) -> frozenset[int]:
+        """The rows of ``memory`` that are read, or ``written``."""
+        found = (rows for one, write, rows in self.accesses if one is memory and write is written)
+        return frozenset().union(*found)
+
+
+def _numbers(memory: Memory, rows: Rows | None) -> frozenset[int]:
+    """The rows of ``memory`` that ``rows`` names."""
+    return frozenset(range(memory.num_rows) if rows is None else np.asarray(rows).tolist())
 
 
 class VgpuDevice(Device):
@@ -206,7 +214,11 @@ class VgpuDevice(Device):
     ) -> None:
         """Declare accesses of the host that torch does not see, and use of the SMs. Others are seen when made."""
         if stream is StreamName.HOST:
-            accesses(_HostAccesses(self.gpu, label), *args, **kwargs)
+            said = Declared()
+            accesses(said, *args, **kwargs)
+            for memory, write, _ in said.accesses:
+                assert memory.tensor is not None, f"where {memory.name} lies is not known"
+                self.gpu.host_access(memory.tensor, write, label)
         elif accesses is occupies_sm:
             with self._by_name[stream].active():
                 self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))

@@ -15,53 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from fenceline.mem_cache.transfer import Ticket
-from fenceline.memory_order.access import Memory, PagedMemory, Rows
+from fenceline.memory_order.access import Memory, Rows
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
-from fenceline_sim.device import VgpuDevice, VgpuStream
+from fenceline_sim.device import Declared, VgpuDevice, VgpuStream
 from fenceline_sim.errors import FootprintError
 from fenceline_sim.memory import Access, row_values
 from fenceline_sim.streams import Operation, VirtualStream
 from fenceline_sim.tags import Tags
-
-
-class _Declared:
-    """The accesses of one operation, in order: see ``memory_order.access.Accesses``."""
-
-    def __init__(self) -> None:
-        self.accesses: list[tuple[Memory, bool, frozenset[int]]] = []  # memory, whether it is written, its rows
-
-    def read(self, memory: Memory, rows: Rows | None = None) -> None:
-        self.accesses.append((memory, False, frozenset(numbers(memory, rows))))
-
-    def write(self, memory: Memory, rows: Rows | None = None) -> None:
-        self.accesses.append((memory, True, frozenset(numbers(memory, rows))))
-
-    def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        self.read(memory, memory.pages_of(rows, lengths))
-
-    def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
-        self.read_pages(memory, rows, lengths)
-        self.write(memory, memory.last_pages_of(rows, lengths))
-
-    def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
-        memory.write_table(rows, columns, pages)
-
-    def release(self, memory: Memory) -> None:
-        return
-
-    def occupy_sm(self) -> None:
-        return
-
-    def pages(self, memory: Memory, written: bool) -> frozenset[int]:
-        """The rows of ``memory`` that are read, or ``written``."""
-        found = (rows for one, write, rows in self.accesses if one is memory and write is written)
-        return frozenset().union(*found)
 
 
 class Footprints:
@@ -80,7 +44,7 @@ class Footprints:
         self._read_by: dict[Memory, Operation] = {}  # FORWARD's reads that have not been declared yet
         # The rings of those reads that have been declared since FORWARD's latest Point, later than it.
         self._declares_earlier: set[str] = set()
-        self._of_transfer: _Declared | None = None
+        self._of_transfer: Declared | None = None
         self._copies: list[
             tuple[Access, ...]
         ] = []  # what each operation writes, of the transfer that is being submitted
@@ -124,7 +88,7 @@ class Footprints:
     # --- declarations
 
     def _read(self, stream: StreamName, label: str, names: Callable[..., None], *args: Any) -> None:
-        op = _Declared()
+        op = Declared()
         names(op, *args)
         accesses = self._accesses
         if names in (accesses.decode, accesses.extend):
@@ -152,7 +116,7 @@ class Footprints:
                 elif write and reader is not None:
                     raise _undeclared(reader, memory, False)
 
-    def _check_rows(self, op: _Declared, batch: StepBatch) -> None:
+    def _check_rows(self, op: Declared, batch: StepBatch) -> None:
         """A step reads the page tables of its requests, writes some entries, and stores the last tokens of those for
         which it samples."""
         accesses = self._accesses
@@ -215,7 +179,7 @@ class Footprints:
 
     # --- pages of transfers
 
-    def _check_layer(self, op: _Declared, layer: int, loads: Sequence[Ticket]) -> None:
+    def _check_layer(self, op: Declared, layer: int, loads: Sequence[Ticket]) -> None:
         """A step declares the pages of a layer that its loads bring, as long as they may not have ended."""
         pages = frozenset[int]().union(*(self._loading.get(ticket, frozenset()) for ticket in loads))
         said = [(memory.name, write, sorted(rows)) for memory, write, rows in op.accesses]
@@ -236,7 +200,7 @@ class Footprints:
 
     @contextmanager
     def _transfer(self, kind: str, device_pages: Rows, host_pages: Rows) -> Iterator[None]:
-        self._of_transfer = op = _Declared()
+        self._of_transfer = op = Declared()
         yield
         self._of_transfer = None
         device, host = (frozenset(pages.tolist()) for pages in (device_pages, host_pages))
@@ -299,8 +263,3 @@ def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:
 def check_footprints(device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
     """From now on compare what is accessed with what is declared."""
     Footprints(device, runner, tags)
-
-
-def numbers(memory: Memory, rows: Rows | None) -> list[int]:
-    """The rows of ``memory`` that ``rows`` names, in ascending order."""
-    return list(range(memory.num_rows)) if rows is None else sorted(set(np.asarray(rows).tolist()))

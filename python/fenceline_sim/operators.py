@@ -49,20 +49,6 @@ class Kind(Enum):
 class Operator:
     """What the schema of an operator says, worked out once."""
 
-    __slots__ = (
-        "draws",
-        "func",
-        "indexes",
-        "is_out",
-        "kind",
-        "label",
-        "mutated",
-        "name",
-        "outputs",
-        "overwrites",
-        "takes_generator",
-    )
-
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
         self.func = func

@@ -63,11 +63,6 @@ class Rotation:
             raise VgpuError(f"thread {name!r} is unknown to the virtual GPU: start it with spawn") from None
         return agent
 
-    @property
-    def knows_caller(self) -> bool:
-        """Whether the calling thread is the host's first one or one that the GPU has started."""
-        return hasattr(self._local, "agent")
-
     def start(self, agent: HostThread, run: Callable[[], None]) -> None:
         """Run ``run`` as ``agent`` in a new thread, when its turn comes."""
         turn = self._turns[agent.number] = _Turn(agent)

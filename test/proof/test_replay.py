@@ -166,19 +166,6 @@ def test_a_page_used_after_it_was_retired_is_told(tmp_path: Path, capsys: pytest
     assert f"in the recording itself: step {at}: " in out and "which are retired" in out
 
 
-def test_a_launch_before_results_that_had_arrived_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """First tokens are published before the next launch: a recording in which they were not says so."""
-    path = dump(run("mixed"), tmp_path)
-    steps = json.loads(path.read_text())["steps"]
-    found = [i for i, s in enumerate(steps) for e in s["events"] if e["event"] == "completions"]
-    late = [i for i in found if steps[i]["in_flight"]]
-    assert found and not late and read_recording(path).problems == ()
-    steps[found[0]]["in_flight"] = 1
-    assert main([str(edited(path, steps=steps)), "--seeds", "1"]) == 1
-    told = f"in the recording itself: step {found[0]}: launched before the results that had arrived"
-    assert told in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["conversations", "offload"])
 def test_steps_of_an_engine_with_tiers_run_without_transfers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
