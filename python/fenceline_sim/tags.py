@@ -742,7 +742,7 @@ class Tags:
 
     def _nodes(self) -> Iterator[TreeNode]:
         """Parents first."""
-        nodes = list(self._tree._root.children.values())
+        nodes = list(self._tree.root.children.values())
         while nodes:
             node = nodes.pop()
             yield node

@@ -28,6 +28,7 @@ from fenceline.scheduler.flight_recorder import (
     Event,
     FlightRecorder,
     Leaving,
+    Retirement,
     Serials,
     StepRecord,
 )
@@ -256,26 +257,16 @@ def _page_writes(writes: PageWrites) -> dict[str, object] | None:
     return {"rows": writes.rows, "columns": writes.columns, "pages": writes.pages}
 
 
+_KINDS = {Leaving: "leave", CompletionsEvent: "completions", Retirement: "retire_pages"}
+
+
 def _event(event: Event) -> dict[str, object]:
+    facts: dict[str, object] = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    if not isinstance(event, CompletionsEvent):
+        facts["after"] = _after(event.after)
     if isinstance(event, Leaving):
-        return {
-            "event": "leave",
-            "rid": event.rid,
-            "row": event.row,
-            "why": event.why,
-            "cause": event.cause,
-            "pages": list(event.pages),
-            "committed_len": event.committed_len,
-            "after": _after(event.last_flight),
-        }
-    if isinstance(event, CompletionsEvent):
-        return {
-            "event": "completions",
-            "transfers": event.transfers,
-            "storage": event.storage,
-            "results_arrived": event.results_arrived,
-        }
-    return {"event": "retire_pages", "pages": event.pages, "after": _after(event.after)}
+        facts["pages"] = list(event.pages)
+    return {"event": _KINDS[type(event)], **facts}
 
 
 def _after(serials: Serials) -> dict[str, int]:

@@ -52,7 +52,7 @@ class Leaving:
     cause: str
     pages: Sequence[int]
     committed_len: int
-    last_flight: Serials
+    after: Serials
 
 
 @dataclass(frozen=True, slots=True)

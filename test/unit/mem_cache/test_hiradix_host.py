@@ -187,8 +187,8 @@ def test_bad_construction() -> None:
 PERTURBATIONS: dict[str, tuple[Callable[[Tiers], object], str]] = {
     "host_pages": (lambda t: setattr(t.tree._host, "num_pages", 9), "host pages, counted 9"),
     "both": (lambda t: setattr(t.tree._host, "num_both_pages", 9), "on both, counted 9"),
-    "transit": (lambda t: setattr(t.tree._transit, "_num_pages", 9), "in transit, counted 9"),
-    "locked": (lambda t: setattr(t.tree, "_num_locked_nodes", 9), "locked nodes, counted 9"),
+    "transit": (lambda t: setattr(t.tree._transit, "num_pages", 9), "in transit, counted 9"),
+    "locked": (lambda t: setattr(t.tree, "num_locked_nodes", 9), "locked nodes, counted 9"),
     "on_no_tier": (lambda t: top(t, 3).__setattr__("host_pages", None), "holds no page"),
     "half_there": (lambda t: top(t, 1).__setattr__("on_device", False), "partly on the device"),
     "children": (lambda t: top(t, 1).__setattr__("num_device_children", 7), "miscounts its children on the d"),

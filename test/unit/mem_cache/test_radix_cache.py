@@ -242,9 +242,9 @@ def first(tree: Tree) -> TreeNode:
 
 # Each perturbation with the words by which check() must name it.
 PERTURBATIONS: dict[str, tuple[Callable[[Tree], object], str]] = {
-    "evictable": (lambda t: setattr(t.cache, "_num_evictable_pages", 9), "evictable pages, counted 9"),
-    "locked": (lambda t: setattr(t.cache, "_num_locked_pages", 9), "locked pages, counted 9"),
-    "nodes": (lambda t: setattr(t.cache, "_num_nodes", 9), "nodes, counted 9"),
+    "evictable": (lambda t: setattr(t.cache, "num_evictable_pages", 9), "evictable pages, counted 9"),
+    "locked": (lambda t: setattr(t.cache, "num_locked_pages", 9), "locked pages, counted 9"),
+    "nodes": (lambda t: setattr(t.cache, "num_nodes", 9), "nodes, counted 9"),
     "clock": (lambda t: setattr(t.cache, "_clock", 0), "accessed in the future"),
     "lock_ref": (lambda t: setattr(first(t), "lock_ref", 0), "fewer locks"),
     "short_tokens": (lambda t: setattr(first(t), "tokens", first(t).tokens[:-1]), "disagree in length"),

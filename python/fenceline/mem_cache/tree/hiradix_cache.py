@@ -179,7 +179,7 @@ class HiRadixCache(RadixCache):
             self._transit.add(node, ticket)
             ticket.add_pages(node.num_pages)
             backed_up.append(node)
-        return PageMove(self._pages_of([self._root, *backed_up]), host_pages_of(backed_up), after)
+        return PageMove(self._pages_of([self.root, *backed_up]), host_pages_of(backed_up), after)
 
     # --- shrinking -----------------------------------------------------------------------------------
 
@@ -216,8 +216,8 @@ class HiRadixCache(RadixCache):
     def reset(self) -> int:
         """Retire every page of both tiers. Nothing may be locked; transfers may be running and holds open: their
         pages retire after the transfers' Points, or at the release. Returns the number of device pages retired."""
-        assert self._num_locked_nodes == 0, f"reset with {self._num_locked_nodes} nodes locked"
-        num_retired = self._num_evictable_pages
+        assert self.num_locked_nodes == 0, f"reset with {self.num_locked_nodes} nodes locked"
+        num_retired = self.num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after.join(transfer_points(node)))
             if node.host_pages is not None:
@@ -329,9 +329,9 @@ class HiRadixCache(RadixCache):
         node.pages, node.after, node.on_device = pages, after, True
         node.parent.num_device_children += 1
         if node.lock_ref:
-            self._num_locked_pages += len(pages)
+            self.num_locked_pages += len(pages)
         else:
-            self._num_evictable_pages += len(pages)
+            self.num_evictable_pages += len(pages)
         self._host.num_both_pages += len(pages)
         self._note_move(node)
         self._lru.push_if_evictable(node)
@@ -363,7 +363,7 @@ class HiRadixCache(RadixCache):
         """Retire the device pages of ``node``, which its parent no longer counts. It stays if it has a host copy."""
         in_flight = transfer_points(node)
         self._pool.retire(node.pages, node.after.join(in_flight))
-        self._num_evictable_pages -= len(node.pages)
+        self.num_evictable_pages -= len(node.pages)
         self._transit.remove(node)
         if node.host_pages is None:
             self._drop(node)
@@ -383,10 +383,10 @@ class HiRadixCache(RadixCache):
         for below in reversed(list(self._nodes(node))):
             self._host.remove(below)
             self._detach(below)
-            self._num_nodes -= 1
+            self.num_nodes -= 1
         del parent.children[node.edge]
         self._detach(node)
-        self._num_nodes -= 1
+        self.num_nodes -= 1
 
     def _add_host_leaf(
         self, parent: TreeNode, tokens: Int32Array, pages: Int32Array, after: Points, extra_key: str
@@ -395,7 +395,7 @@ class HiRadixCache(RadixCache):
         leaf = self._new_node(tokens, np.empty(0, dtype=np.int32), edge, parent, Points.none())
         leaf.on_device = False
         parent.children[edge] = leaf
-        self._num_nodes += 1
+        self.num_nodes += 1
         self._host.add(leaf, pages, after)
         return leaf
 
@@ -428,14 +428,9 @@ class HostTier:
         self.num_pages = 0  # on nodes of the tree
         self.num_both_pages = 0  # of these, on nodes that are on the device too
         self.num_evicted_pages = 0  # since the start, to make room
-        self._num_orphan_pages = 0
+        self.num_orphan_pages = 0  # that only a hold keeps leased
         self._num_created = 0
         self._holds: dict[int, HostHold] = {}
-
-    @property
-    def num_orphan_pages(self) -> int:
-        """Pages that only a hold keeps leased."""
-        return self._num_orphan_pages
 
     @property
     def num_holds(self) -> int:
@@ -542,7 +537,7 @@ class HostTier:
         """Pin the host pages of ``node`` until :meth:`release`."""
         assert node.host_pages is not None, f"node {node.id} is not on the host"
         self._num_created += 1
-        hold = HostHold(self._num_created, node.host_pages.copy(), keys, node)
+        hold = HostHold(self._num_created, node.host_pages.copy(), keys, [node])
         node.host_holds += (hold,)
         self._holds[hold.id] = hold
         return hold
@@ -557,7 +552,7 @@ class HostTier:
         for orphan in hold.orphans:
             orphan.num_holds -= 1
             if orphan.num_holds == 0:
-                self._num_orphan_pages -= len(orphan.pages)
+                self.num_orphan_pages -= len(orphan.pages)
                 self.pool.retire(orphan.pages, orphan.after)
 
     def _orphan(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
@@ -565,7 +560,7 @@ class HostTier:
         for hold in node.host_holds:
             hold.orphans.append(orphan)
         node.host_holds = ()
-        self._num_orphan_pages += len(pages)
+        self.num_orphan_pages += len(pages)
 
     def check(self, nodes: Sequence[TreeNode]) -> None:
         """Raises AssertionError if the counts disagree with the ``nodes`` of the tree."""
@@ -591,17 +586,12 @@ class InTransit:
 
     def __init__(self) -> None:
         self._nodes: dict[Ticket, list[TreeNode]] = {}
-        self._num_pages = 0
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of nodes that carry a ticket."""
-        return self._num_pages
+        self.num_pages = 0  # of nodes that carry a ticket
 
     def add(self, node: TreeNode, ticket: Ticket) -> None:
         """Note that ``node``'s pages are part of ``ticket``'s transfer."""
         if not node.transfers:
-            self._num_pages += node.num_pages
+            self.num_pages += node.num_pages
         node.transfers += (ticket,)
         self._nodes.setdefault(ticket, []).append(node)
 
@@ -614,7 +604,7 @@ class InTransit:
     def remove(self, node: TreeNode) -> None:
         """Forget the tickets of ``node``, which has left the tree or the device, its Points passed on."""
         if node.transfers:
-            self._num_pages -= node.num_pages
+            self.num_pages -= node.num_pages
             node.transfers = ()
 
     def finish(self, ticket: Ticket) -> None:
@@ -624,7 +614,7 @@ class InTransit:
             if ticket in node.transfers:
                 node.transfers = tuple(other for other in node.transfers if other is not ticket)
                 if not node.transfers:
-                    self._num_pages -= node.num_pages
+                    self.num_pages -= node.num_pages
 
     def check(self, nodes: Sequence[TreeNode]) -> None:
         """Raises AssertionError if the counts disagree with the ``nodes`` of the tree."""
@@ -635,7 +625,7 @@ class InTransit:
                     f"node {node.id}: {ticket!r} does not know it"
                 )
         num_pages = sum(node.num_pages for node in nodes if node.transfers)
-        assert num_pages == self._num_pages, f"{num_pages} pages in transit, counted {self._num_pages}"
+        assert num_pages == self.num_pages, f"{num_pages} pages in transit, counted {self.num_pages}"
 
 
 def host_pages_of(nodes: Iterable[TreeNode]) -> Int32Array:

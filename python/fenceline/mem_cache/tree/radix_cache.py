@@ -120,6 +120,7 @@ class TreeNode:
         )
 
 
+@dataclass(slots=True, eq=False)
 class HostHold:
     """Host pages that are used outside the tree: until the release they are neither evicted nor handed out.
 
@@ -127,25 +128,20 @@ class HostHold:
     whatever happens to the node: splits are followed, and pages whose node has left are retired at the last release.
     """
 
-    __slots__ = ("host_pages", "id", "keys", "nodes", "orphans")
-
-    def __init__(self, id: int, host_pages: Int32Array, keys: list[bytes], node: TreeNode) -> None:
-        self.id = id
-        self.host_pages = host_pages
-        self.keys = keys
-        self.nodes = [node]  # the nodes that have or had the pages; HostTier keeps them
-        self.orphans: list[Orphan] = []  # kept by HostTier
+    id: int
+    host_pages: Int32Array
+    keys: list[bytes]
+    nodes: list[TreeNode]  # the nodes that have or had the pages; HostTier keeps them
+    orphans: list[Orphan] = field(default_factory=list)  # kept by HostTier
 
 
+@dataclass(slots=True, eq=False)
 class Orphan:
     """Held pages whose node has left the tree, waiting for ``num_holds`` releases."""
 
-    __slots__ = ("after", "num_holds", "pages")
-
-    def __init__(self, pages: Int32Array, after: Points, num_holds: int) -> None:
-        self.pages = pages
-        self.after = after
-        self.num_holds = num_holds
+    pages: Int32Array
+    after: Points
+    num_holds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,15 +261,16 @@ class RadixCache:
         self.disabled = disabled
         self._pool = pages
         self._clock = 0
-        self._num_created = 0
-        self._num_nodes = 0  # without the root
-        self._num_evictable_pages = 0
-        self._num_locked_pages = 0
-        self._num_locked_nodes = 0
-        self._num_moves = 0
+        # Of nodes: how many were made, also by splits (while this does not change, no match has become longer), and are
+        # there, without the root; how many are locked, themselves or through a node below; how often pages of one have
+        # moved or left (while this does not change, every match is current).
+        self.num_created = self.num_nodes = self.num_locked_nodes = self.num_moves = 0
+        # Pages on unlocked nodes, which ``evict`` can retire in all, and on locked ones.
+        self.num_evictable_pages = self.num_locked_pages = 0
         self._lru = LruQueue(attrgetter("is_evictable"))
         nothing: Int32Array = np.empty(0, dtype=np.int32)
-        self._root = self._new_node(nothing, nothing, b"", None, Points.none())
+        # The node of the empty prefix: owns no pages, may be locked at no cost, is never evicted.
+        self.root = self._new_node(nothing, nothing, b"", None, Points.none())
 
     # --- lookup and growth ---------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class RadixCache:
         num_tokens = max(tokens.size - self.lookahead, 0)
         assert num_tokens == offered.size * self.page_size, "the tree holds whole pages only"
         if self.disabled:
-            return InsertResult(0, 0, offered, self._root)
+            return InsertResult(0, 0, offered, self.root)
         path = self._walk(tokens, extra_key)
         existing = self._pages_of(path)
         num_existing = len(existing) * self.page_size
@@ -333,9 +330,9 @@ class RadixCache:
         assert self._is_attached(node), f"node {node.id} has been evicted: match again before locking"
         while node.parent is not None:
             if node.lock_ref == 0:
-                self._num_evictable_pages -= len(node.pages)
-                self._num_locked_pages += len(node.pages)
-                self._num_locked_nodes += 1
+                self.num_evictable_pages -= len(node.pages)
+                self.num_locked_pages += len(node.pages)
+                self.num_locked_nodes += 1
             node.lock_ref += 1
             node = node.parent
 
@@ -348,9 +345,9 @@ class RadixCache:
             node.lock_ref -= 1
             node.after = node.after.join(after)
             if node.lock_ref == 0:
-                self._num_locked_pages -= len(node.pages)
-                self._num_evictable_pages += len(node.pages)
-                self._num_locked_nodes -= 1
+                self.num_locked_pages -= len(node.pages)
+                self.num_evictable_pages += len(node.pages)
+                self.num_locked_nodes -= 1
                 self._offer(node)
             node = node.parent
 
@@ -373,8 +370,8 @@ class RadixCache:
 
     def reset(self) -> int:
         """Retire every page. Nothing may be locked. Returns the number of pages retired."""
-        assert self._num_locked_nodes == 0, f"reset with {self._num_locked_pages} pages locked"
-        num_retired = self._num_evictable_pages
+        assert self.num_locked_nodes == 0, f"reset with {self.num_locked_pages} pages locked"
+        num_retired = self.num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after)
             self._detach(node)
@@ -383,66 +380,31 @@ class RadixCache:
 
     def _clear(self) -> None:
         """Set the counts to those of an empty tree, after all nodes have been detached."""
-        self._root.children = {}
-        self._root.num_device_children = self._root.num_host_children = 0
+        self.root.children = {}
+        self.root.num_device_children = self.root.num_host_children = 0
         self._lru.clear()
-        self._num_nodes = 0
-        self._num_evictable_pages = 0
+        self.num_nodes = 0
+        self.num_evictable_pages = 0
 
     # --- counts --------------------------------------------------------------------------------------
 
     @property
-    def root(self) -> TreeNode:
-        """The node of the empty prefix: owns no pages, may be locked at no cost, is never evicted."""
-        return self._root
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes in the tree, the root not counted."""
-        return self._num_nodes
-
-    @property
-    def num_evictable_pages(self) -> int:
-        """Pages on unlocked nodes: what ``evict`` can retire in all."""
-        return self._num_evictable_pages
-
-    @property
-    def num_locked_pages(self) -> int:
-        """Pages on locked nodes."""
-        return self._num_locked_pages
-
-    @property
-    def num_locked_nodes(self) -> int:
-        """Nodes that are locked, themselves or through a node below. Zero when nothing uses the tree."""
-        return self._num_locked_nodes
-
-    @property
-    def num_created(self) -> int:
-        """Nodes made so far, by growth and by splits. While this does not change, no match has become longer."""
-        return self._num_created
-
-    @property
-    def num_moves(self) -> int:
-        """How often the pages of a node have moved or left. While this does not change, every match is current."""
-        return self._num_moves
-
-    @property
     def num_pages(self) -> int:
         """Device pages that the tree owns."""
-        return self._num_evictable_pages + self._num_locked_pages
+        return self.num_evictable_pages + self.num_locked_pages
 
     def all_pages(self) -> Int32Array:
         """Every page that the tree owns, ascending, int32. Walks the tree: for audits."""
-        return np.sort(np.concatenate([self._root.pages, *(node.pages for node in self._nodes())]))
+        return np.sort(np.concatenate([self.root.pages, *(node.pages for node in self._nodes())]))
 
     def check(self) -> None:
         """Recompute all counts and check all structural invariants. Raises AssertionError that names what is wrong."""
         self._lru.check()
-        assert self._root.parent is None and self._root.num_pages == 0, "the root holds pages or has a parent"
-        assert self._root.lock_ref == 0, "the root is locked"
+        assert self.root.parent is None and self.root.num_pages == 0, "the root holds pages or has a parent"
+        assert self.root.lock_ref == 0, "the root is locked"
         nodes = list(self._nodes())
         for node in nodes:
-            check_node(node, self._root, self.page_size, self.lookahead)
+            check_node(node, self.root, self.page_size, self.lookahead)
             assert node.last_access <= self._clock, f"node {node.id}: accessed in the future"
             assert node in self._lru or not node.is_evictable, f"node {node.id}: evictable but not queued"
         num_evictable = sum(node.num_device_pages for node in nodes if node.lock_ref == 0)
@@ -450,10 +412,10 @@ class RadixCache:
         num_queued = sum(node in self._lru for node in nodes)
         for counted, number, what in (
             (len(self._lru), num_queued, "queued nodes"),
-            (self._num_nodes, len(nodes), "nodes"),
-            (self._num_evictable_pages, num_evictable, "evictable pages"),
-            (self._num_locked_pages, num_locked, "locked pages"),
-            (self._num_locked_nodes, sum(node.lock_ref > 0 for node in nodes), "locked nodes"),
+            (self.num_nodes, len(nodes), "nodes"),
+            (self.num_evictable_pages, num_evictable, "evictable pages"),
+            (self.num_locked_pages, num_locked, "locked pages"),
+            (self.num_locked_nodes, sum(node.lock_ref > 0 for node in nodes), "locked nodes"),
         ):
             assert counted == number, f"{number} {what}, counted {counted}"
         check_owned(self.all_pages(), self._pool)
@@ -477,7 +439,7 @@ class RadixCache:
         """The nodes whose pages are a prefix of ``tokens`` (whole pages), root first; splits the last one where
         it matches in part, and touches all."""
         self._clock += 1
-        path = [self._root]
+        path = [self.root]
         pos = 0
         while pos + self.lookahead < tokens.size:
             child = path[-1].children.get(self._edge(path[-1], tokens[pos:], extra_key))
@@ -497,7 +459,7 @@ class RadixCache:
         """Key of the child that continues with ``tokens``. The namespace is part of the first level only; a
         page's bytes have a fixed length, so the concatenation is unambiguous."""
         page = tokens[: self.page_size + self.lookahead].tobytes()
-        if parent is self._root and extra_key:
+        if parent is self.root and extra_key:
             return extra_key.encode("utf-8", "surrogatepass") + page
         return page
 
@@ -524,7 +486,7 @@ class RadixCache:
             node.after,
         )
         upper.lock_ref = node.lock_ref
-        self._num_locked_nodes += upper.lock_ref > 0
+        self.num_locked_nodes += upper.lock_ref > 0
         upper.last_access = node.last_access
         upper.hit_count = node.hit_count
         upper.on_device = node.on_device
@@ -536,7 +498,7 @@ class RadixCache:
         node.edge = self._edge(upper, node.tokens, "")
         node.parent = upper
         upper.children[node.edge] = node
-        self._num_nodes += 1
+        self.num_nodes += 1
         return upper
 
     def _add_leaf(
@@ -546,8 +508,8 @@ class RadixCache:
         leaf.hit_count = 1
         parent.children[leaf.edge] = leaf
         parent.num_device_children += 1
-        self._num_nodes += 1
-        self._num_evictable_pages += len(pages)
+        self.num_nodes += 1
+        self.num_evictable_pages += len(pages)
         self._lru.push_if_evictable(leaf)
         return leaf
 
@@ -571,8 +533,8 @@ class RadixCache:
         del parent.children[node.edge]
         parent.num_device_children -= 1
         self._detach(node)
-        self._num_nodes -= 1
-        self._num_evictable_pages -= len(node.pages)
+        self.num_nodes -= 1
+        self.num_evictable_pages -= len(node.pages)
         self._lru.push_if_evictable(parent)
         return len(node.pages)
 
@@ -586,20 +548,20 @@ class RadixCache:
     def _note_move(self, node: TreeNode) -> None:
         """Note that ``node``'s pages are elsewhere now, or have gone."""
         node.version += 1
-        self._num_moves += 1
+        self.num_moves += 1
 
     def _is_attached(self, node: TreeNode) -> bool:
-        return node.parent is not None or node is self._root
+        return node.parent is not None or node is self.root
 
     def _new_node(
         self, tokens: Int32Array, pages: Int32Array, edge: bytes, parent: TreeNode | None, after: Points
     ) -> TreeNode:
-        self._num_created += 1
-        return TreeNode(self._num_created, tokens, pages, edge, parent, self._clock, after)
+        self.num_created += 1
+        return TreeNode(self.num_created, tokens, pages, edge, parent, self._clock, after)
 
     def _nodes(self, below: TreeNode | None = None) -> Iterator[TreeNode]:
         """All nodes below ``below`` (the root), parents first, siblings in the order of insertion."""
-        stack = list(reversed((below or self._root).children.values()))
+        stack = list(reversed((below or self.root).children.values()))
         while stack:
             node = stack.pop()
             yield node
