@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from random import Random
 
 from msgspec import structs
@@ -18,6 +17,7 @@ from fenceline.ipc.io_struct import (
     ContinueGenerationReq,
     FlushCacheReq,
     GetInternalStateReq,
+    Message,
     PauseGenerationReq,
     TokenizedGenerateReq,
 )
@@ -102,46 +102,6 @@ def _retraction(random: Random) -> Scenario:
     return script.scenario(**flags)
 
 
-def _priorities(random: Random) -> Scenario:
-    """Running requests are preempted by ones of higher priority, with steps in flight; prefixes in two namespaces. In
-    some runs they come in HTTP bodies, of which each has requests of several priorities."""
-    script = Script(random)
-    family = script.prompt(8, 12)
-    for index in range(6):
-        prompt = family + script.prompt(1, 4) if random.random() < 0.6 else script.prompt(2, 10)
-        options = script.options() | {"priority": 15 * (index % 3), "extra_key": random.choice(("", "salt"))}
-        rid = script.add(random.randrange(3) + 2 * index, prompt, random.randint(4, 9), **options)
-        if random.random() < 0.15:
-            script.send(2 * index + random.randint(3, 9), AbortReq(rid=rid))
-    scenario = script.scenario(
-        random.choice((48, 64, 160)),
-        random.choice((2, 3)),
-        random.choice((8, 16)),
-        enable_priority_scheduling=True,
-        priority_scheduling_preemption_threshold=random.choice((0, 10)),
-        schedule_conservativeness=random.choice((0.01, 1.0)),
-        **script.graphs(1, 2),
-        **script.in_turn(),
-    )
-    return _in_bodies(scenario) if random.random() < 0.4 else scenario
-
-
-def _changed(scenario: Scenario, change: Callable[[TokenizedGenerateReq], TokenizedGenerateReq]) -> Scenario:
-    """The same, with ``change`` made to each request."""
-    requests = ((arrival, arrival.message) for arrival in scenario.arrivals)
-    arrivals = (
-        replace(arrival, message=change(message)) if isinstance(message, TokenizedGenerateReq) else arrival
-        for arrival, message in requests
-    )
-    return replace(scenario, arrivals=tuple(arrivals))
-
-
-def _in_bodies(scenario: Scenario) -> Scenario:
-    """The same requests, every second one of which comes in one of two HTTP bodies."""
-    bodies = cycle((1, 0, 2, 0, 1, 0))
-    return _changed(scenario, lambda message: structs.replace(message, body=next(bodies)))
-
-
 def _bursts(random: Random) -> Scenario:
     script = Script(random)
     step = 0
@@ -184,11 +144,14 @@ def _scored(scenario: Scenario, random: Random) -> Scenario:
     """The same requests, which all ask for logprobs, from anywhere in their prompts, and for different numbers of
     alternatives."""
 
-    def scored(message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+    def scored(message: Message) -> Message:
+        if not isinstance(message, TokenizedGenerateReq):
+            return message
         start, num = random.randrange(-1, len(message.input_ids)), random.choice((0, 1, 2, 4))
         return structs.replace(message, return_logprob=True, logprob_start_len=start, top_logprobs_num=num)
 
-    return _changed(scenario, scored)
+    arrivals = tuple(replace(arrival, message=scored(arrival.message)) for arrival in scenario.arrivals)
+    return replace(scenario, arrivals=arrivals)
 
 
 def _row_reuse(random: Random) -> Scenario:
@@ -335,9 +298,6 @@ WORKLOADS: dict[str, Workload] = {
         Workload("prefixes", "prefix hits and evictions in a pool that is too small", _prefixes, share=3),
         Workload("aborts", "requests aborted at any moment", _aborts, share=3),
         Workload("retraction", "running requests lose their memory and come back", _retraction, share=3),
-        Workload(
-            "priorities", "running requests give way to better ones; namespaces of the cache", _priorities, share=2
-        ),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
         Workload("row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2),
         Workload("staging", "every step uploads", _staging, share=2),

@@ -4,13 +4,12 @@
 not declared, and memory that is declared but not accessed would make other operations wait.
 
 The memory of rings is compared between two Points of a stream: whoever waits for a Point is ordered after what was
-declared before it. Pages are compared by step and by transfer, with those of its requests and of its copies. Of a
-transfer the copies themselves are compared too: each byte is copied once, and with no more copies than are needed.
+declared before it. Pages are compared by step and by transfer, with those of its requests and of its copies, which copy
+each byte once.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,9 +44,8 @@ class Footprints:
         # The rings of those reads that have been declared since FORWARD's latest Point, later than it.
         self._declares_earlier: set[str] = set()
         self._of_transfer: Declared | None = None
-        self._copies: list[
-            tuple[Access, ...]
-        ] = []  # what each operation writes, of the transfer that is being submitted
+        # What each operation writes, of the transfer that is being submitted.
+        self._copies: list[tuple[Access, ...]] = []
         self._sm, self._layout = device._sm.tag, runner.kv_pool.layout
         hicache = runner._config.hicache
         self._copies_by_sm = hicache is not None and hicache.io_backend == "kernel"
@@ -192,7 +190,7 @@ class Footprints:
             self._copies = []
             with self._transfer(submit.__name__, device_pages, host_pages):
                 submit(ticket, device_pages, host_pages, after)
-            self._check_copies(submit.__name__ == "load", device_pages.tolist(), host_pages.tolist())
+            self._check_copies(submit.__name__ == "load", len(device_pages))
             if submit.__name__ == "load":
                 self._loading[ticket] = frozenset(device_pages.tolist())
 
@@ -216,29 +214,15 @@ class Footprints:
         if named != {("host_pool", not to_device), ("kv_pool", to_device)} | layers:
             raise FootprintError(f"footprint: a {kind} declares {sorted(named)}")
 
-    def _check_copies(self, to_device: bool, device_pages: list[int], host_pages: list[int]) -> None:
-        """SMs copy all pages of a transfer, or of one of its layers, by one launch, and a backup occupies them. The
-        copy engine copies each part of the pages that are neighbours on both sides by one copy."""
+    def _check_copies(self, to_device: bool, num_pages: int) -> None:
+        """Each byte is copied once, and a backup by SMs occupies them."""
         copies = [writes for writes in self._copies if all(access.tag is not self._sm for access in writes)]
         nbytes = sum(_nbytes(access) for writes in copies for access in writes)
-        right = len(device_pages) * self._layout.page_nbytes
+        right = num_pages * self._layout.page_nbytes
         if nbytes != right:
             raise FootprintError(f"footprint: a transfer copies {nbytes} bytes, its pages have {right}")
-        if self._copies_by_sm:
-            num_kinds = len(list(itertools.groupby(self._layout.layers)))  # a launch takes layers that are alike
-            num_right = self._num_layers if to_device else num_kinds
-            if not to_device and len(copies) == len(self._copies):
-                raise FootprintError("footprint: a backup by SMs does not occupy them")
-        else:
-            pairs = list(zip(device_pages, host_pages, strict=True))
-            num_right = _num_runs(pairs) * sum(len(rows) for rows in self._layout.layers)
-        if len(copies) != num_right:
-            raise FootprintError(f"footprint: a transfer makes {len(copies)} copies, {num_right} are right")
-
-
-def _num_runs(pairs: Sequence[tuple[int, int]]) -> int:
-    """In how many pieces ``pairs`` fall, of which each next one has the next number on both sides."""
-    return sum(i == 0 or (a - 1, b - 1) != pairs[i - 1] for i, (a, b) in enumerate(pairs))
+        if self._copies_by_sm and not to_device and len(copies) == len(self._copies):
+            raise FootprintError("footprint: a backup by SMs does not occupy them")
 
 
 def _ring(memory: Memory) -> str:

@@ -273,7 +273,7 @@ class VirtualGpu:
         self.enqueue(stream.ahead, op)
         return True
 
-    def enqueue(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
+    def enqueue(self, stream: VirtualStream, op: Operation) -> None:
         """Put ``op`` into the queue of ``stream``, or into the graph that is being captured."""
         after, capture = op.after, self.capturing
         inside = None if after is None else after.capture
@@ -282,7 +282,7 @@ class VirtualGpu:
             return
         if capture is None or (not stream.is_captured and inside is not capture):
             raise CaptureError(f"{stream.name} waits for a mark inside a graph, recorded at {after}")
-        capture.add(stream, op, event)
+        capture.add(stream, op)
 
     def _queue(self, stream: VirtualStream, op: Operation) -> None:
         thread = self.thread
@@ -575,31 +575,19 @@ class Event:
     """As CUDA's, for programs that use the virtual GPU by itself.
 
     A wait is for the latest record at the time of the call; without one it is for nothing.
-
-    ``external`` records and waits, inside a captured graph, concern work outside it: each replay records the event
-    anew, or waits for its latest record at the time of the replay.
     """
 
     def __init__(self, gpu: VirtualGpu) -> None:
         self._gpu = gpu
         self.mark: Operation | None = None
 
-    def record(self, stream: VirtualStream, external: bool = False) -> None:
+    def record(self, stream: VirtualStream) -> None:
         """Let the event stand for everything submitted to ``stream`` so far."""
-        capture = self._gpu.capturing if external and stream.is_captured else None
-        if capture is not None:
-            capture.add(stream, Operation("external record", here(), None), self)
-        else:
-            self.mark = self._gpu.record(stream)
+        self.mark = self._gpu.record(stream)
 
-    def wait(self, stream: VirtualStream, external: bool = False) -> None:
+    def wait(self, stream: VirtualStream) -> None:
         """What is submitted to ``stream`` from now on runs after the event's latest record."""
-        capture = self._gpu.capturing if external and stream.is_captured else None
-        if capture is not None:
-            op = Operation("external wait", here(), None)
-            op.after = op  # stands for the event's latest record at the time of the replay
-            capture.add(stream, op, self)
-        elif self.mark is not None:
+        if self.mark is not None:
             self._gpu.wait(stream, self.mark)
 
     def synchronize(self) -> None:
@@ -613,12 +601,11 @@ class Event:
 
 
 class _Node(NamedTuple):
-    """An operation of branch ``branch``. If it is a wait, it waits for node ``after`` or an external ``event``."""
+    """An operation of branch ``branch``. If it is a wait, it waits for node ``after``."""
 
     branch: int
     op: Operation
     after: int | None
-    event: Event | None
 
 
 class Graph:
@@ -681,19 +668,12 @@ class Graph:
         launch.restart(self._last)
 
     def _queue(self, node: _Node, stream: VirtualStream, queued: list[Operation]) -> Operation:
-        gpu, old = self._gpu, node.op
-        if node.event is not None and old.after is None:
-            node.event.mark = gpu.record(stream)
-            return node.event.mark
+        old = node.op
         op = Operation(old.label, old.place, old.run, old.reads, old.writes, None, old.bounds, old.starts_next)
         op.graph, op.spin = self.name, old.spin
-        if node.event is not None:
-            if node.event.mark is None:
-                return op
-            op.after = node.event.mark
-        elif node.after is not None:
+        if node.after is not None:
             op.after = queued[node.after]
-        gpu.enqueue(stream, op)
+        self._gpu.enqueue(stream, op)
         return op
 
     def _check_memory(self) -> None:
@@ -737,14 +717,14 @@ class Capture:
         origin.is_captured = True
         origin.restart(None)
 
-    def add(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
+    def add(self, stream: VirtualStream, op: Operation) -> None:
         """Record ``op``; ``stream`` joins the capture if it waits for an operation of it."""
         after = None
-        if op.after is not None and event is None:
+        if op.after is not None:
             if op.after.capture is not self:
                 raise CaptureError(
                     f"{stream.name}, which is being captured, waits for work outside the graph (recorded at "
-                    f"{op.after.place}); use an external event"
+                    f"{op.after.place})"
                 )
             after = self._numbers[op.after]
             self._join(op.after)
@@ -758,7 +738,7 @@ class Capture:
         op.capture = self
         self._numbers[op] = len(self._numbers)
         nodes = self.graph._nodes
-        nodes.append(_Node(self._streams.index(stream), op, after, event))
+        nodes.append(_Node(self._streams.index(stream), op, after))
         op.graph = self.graph.name
         for tag, _, _ in (*op.reads, *op.writes):
             self.graph._uses.setdefault(tag, op)

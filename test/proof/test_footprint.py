@@ -56,13 +56,6 @@ def test_what_is_not_declared_is_found(monkeypatch: pytest.MonkeyPatch, label: s
     assert found.checker == "footprint" and says in found.report
 
 
-def _each_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_by_one(device_pages: Any, host_pages: Any) -> Any:
-        return [page_copy.Run(int(a), int(b), 1) for a, b in zip(device_pages, host_pages, strict=True)]
-
-    monkeypatch.setattr(page_copy, "runs_of", one_by_one)
-
-
 def _all_layers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = page_copy.WatchedPools.copy
 
@@ -72,10 +65,6 @@ def _all_layers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copy.WatchedPools, "copy", copied)
 
 
-def _no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_copy, "_has_pairs", lambda rows: False)
-
-
 def _sms_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copy, "occupies_sm", lambda op: None)
 
@@ -83,9 +72,7 @@ def _sms_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "workload", "says"),
     [
-        (_each_page_alone, "spill", "copies, "),
         (_all_layers_each_time, "conversations", "bytes, its pages have"),
-        (_no_pairs, "conversations", "footprint: a "),
         (_sms_not_taken, "persistent", "a backup by SMs does not occupy them"),
     ],
 )

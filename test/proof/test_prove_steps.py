@@ -52,9 +52,6 @@ def test_workloads_reach_what_they_are_for() -> None:
 
     assert sum(loop.scheduler.stats.num_retractions for loop in loops("retraction")) > 0
     assert sum(loop.scheduler.stats.num_aborts for loop in loops("aborts")) > 0
-    priorities = loops("priorities")
-    assert all(loop.scheduler.stats.num_retractions for loop in priorities[:1])
-    assert sum(loop.scheduler.stats.num_retractions for loop in priorities) >= 4
     for loop in loops("prefixes"):
         assert loop.scheduler.stats.num_cached_tokens > 0
         prompts = loop.scheduler.stats.num_prompt_tokens

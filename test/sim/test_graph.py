@@ -161,36 +161,6 @@ def test_waiting_for_work_outside_the_graph_needs_an_event() -> None:
     del device
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_external_events_order_each_replay_with_the_outside(policy: str) -> None:
-    for seed in range(5):
-        gpu, device = make_gpu(policy, seed)
-        load, reader = gpu.stream("load"), gpu.stream("reader")
-        page, out = torch.zeros(4, device=device), torch.zeros(4, device=device)
-        seen = torch.zeros(4, device=device)
-        gpu.synchronize_all()
-        loaded, computed, taken = gpu.event(), gpu.event(), gpu.event()
-        graph = gpu.graph()
-        with gpu.capture(graph):
-            loaded.wait(gpu.default_stream, external=True)
-            out.copy_(page)
-            computed.record(gpu.default_stream, external=True)
-        for value in (3.0, 4.0):
-            computed.wait(load)
-            with gpu.on(load):
-                page.fill_(value)
-            loaded.record(load)
-            taken.wait(gpu.default_stream)
-            graph.replay()
-            computed.wait(reader)
-            with gpu.on(reader):
-                seen.copy_(out)
-            taken.record(reader)
-            taken.synchronize()
-            gpu.wait(gpu.default_stream, gpu.record(reader))
-            assert seen.tolist() == [value] * 4
-
-
 def test_replay_on_freed_memory_is_refused() -> None:
     gpu, device = make_gpu()
     x = torch.ones(4, device=device)

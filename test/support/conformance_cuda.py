@@ -34,8 +34,8 @@ class CudaMachine:
     def on(self, stream: Any) -> AbstractContextManager[None]:
         return torch.cuda.stream(stream)
 
-    def event(self, external: bool = False) -> Any:
-        return torch.cuda.Event(external=True) if external else torch.cuda.Event()
+    def event(self) -> Any:
+        return torch.cuda.Event()
 
     def synchronize(self, stream: Any = None) -> None:
         if stream is None:

@@ -20,21 +20,6 @@ def make_gpu(policy: str = "random", seed: int = 0, **options: Any) -> tuple[Vir
     return gpu, use(gpu)
 
 
-class VgpuEvent:
-    """An event that is made external or not when it is created, like torch's events."""
-
-    def __init__(self, event: Event, external: bool) -> None:
-        self._event = event
-        self._external = external
-        self.synchronize, self.query = event.synchronize, event.query
-
-    def record(self, stream: Any) -> None:
-        self._event.record(stream, self._external)
-
-    def wait(self, stream: Any) -> None:
-        self._event.wait(stream, self._external)
-
-
 class VgpuMachine:
     """See ``conformance.Machine``. Lags do nothing here: the schedule varies instead."""
 
@@ -55,8 +40,8 @@ class VgpuMachine:
     def on(self, stream: Any) -> AbstractContextManager[None]:
         return self.gpu.on(stream)
 
-    def event(self, external: bool = False) -> VgpuEvent:
-        return VgpuEvent(self.gpu.event(), external)
+    def event(self) -> Event:
+        return self.gpu.event()
 
     def synchronize(self, stream: Any = None) -> None:
         if stream is None:
