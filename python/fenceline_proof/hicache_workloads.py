@@ -44,9 +44,7 @@ def _conversations(random: Random) -> Scenario:
     if random.random() < 0.2:
         script.send(random.randint(10, 30), FlushCacheReq(id="flush"))
     scenario = script.scenario(
-        48,
-        3,
-        16,
+        (48, 3, 16),
         schedule_policy=random.choice(("fcfs", "lpm")),
         **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
         **script.graphs(2, 3),
@@ -68,9 +66,7 @@ def _spill(random: Random) -> Scenario:
     for turn in range(7):
         script.add(2 * turn, families[turn % 4] + script.prompt(1, 3), random.randint(1, 3))
     return script.scenario(
-        40,
-        2,
-        32,
+        (40, 2, 32),
         **tier_flags(random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct"),
         **script.graphs(1, 2),
     )
@@ -88,9 +84,7 @@ def _queued(random: Random) -> Scenario:
         script.add(step + 10, long[:12] + script.prompt(22, 24), random.randint(1, 3))
         script.add(step + 10, other + script.prompt(1, 1), 1)
     return script.scenario(
-        44,
-        3,
-        64,
+        (44, 3, 64),
         schedule_policy="lpm",
         schedule_conservativeness=0.1,
         **tier_flags(random, hicache_ratio=2.0),
@@ -108,9 +102,7 @@ def _offload(random: Random) -> Scenario:
         script.send(step, PauseGenerationReq(id=f"pause-{step}", mode="retract"))
         script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue-{step}"))
     return script.scenario(
-        random.choice((24, 28, 32)),
-        4,
-        16,
+        (random.choice((24, 28, 32)), 4, 16),
         schedule_conservativeness=0.01,
         retract_policy="offload",
         **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
@@ -134,9 +126,7 @@ def _namespaces(random: Random) -> Scenario:
             script.send(step, AbortReq(abort_all=True))
             script.send(step, FlushCacheReq(id=f"flush-{step}"))
     return script.scenario(
-        56,
-        2,
-        32,
+        (56, 2, 32),
         enable_priority_scheduling=True,
         retract_policy=random.choice(("offload", "recompute")),
         hicache_storage_backend="file",
@@ -159,9 +149,7 @@ def _storage(random: Random) -> Scenario:
             script.send(step, AbortReq(abort_all=True))
             script.send(step, FlushCacheReq(id=f"flush-{step}"))
     scenario = script.scenario(
-        40,
-        2,
-        32,
+        (40, 2, 32),
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
         **tier_flags(random, hicache_ratio=random.choice((0.5, 0.8))),
@@ -314,9 +302,7 @@ def _overwritten(random: Random) -> Scenario:
         prompts.append(script.prompt(13, 14))
         script.add(step + 1, prompts[-1], 1)
     return script.scenario(
-        28,
-        1,
-        16,
+        (28, 1, 16),
         **tier_flags(random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"),
     )
 
@@ -327,9 +313,7 @@ def _persistent(random: Random) -> Scenario:
     for index in range(5):
         script.add(2 * index, script.prompt(4, 12), random.randint(2, 5))
     return script.scenario(
-        64,
-        3,
-        16,
+        (64, 3, 16),
         **tier_flags(
             random,
             hicache_ratio=2.0,
@@ -365,9 +349,7 @@ def _refill(random: Random) -> Scenario:
         step += 14
         here, gone = gone, here
     return script.scenario(
-        12,
-        1,
-        32,
+        (12, 1, 32),
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",
         **tier_flags(random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"),
@@ -397,9 +379,7 @@ def _cancelled(random: Random) -> Scenario:
         script.send(left + 4, ContinueGenerationReq(id=f"continue-{turn}"))
         step = left + 10
     return script.scenario(
-        12,
-        1,
-        32,
+        (12, 1, 32),
         retract_policy="offload",
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",
@@ -428,9 +408,7 @@ def _gone_while_loading(random: Random) -> Scenario:
     for length in (11, 7):
         script.add(load + 1, script.prompt(length, length), 1)
     return script.scenario(
-        24,
-        4,
-        64,
+        (24, 4, 64),
         schedule_conservativeness=0.01,
         **tier_flags(
             random, hicache_ratio=0.35, hicache_write_policy="write_back", hicache_io_backend="direct", page_size=2
@@ -454,9 +432,7 @@ def _held(random: Random) -> Scenario:
         script.send(step + 6, FlushCacheReq(id=f"flush-{turn}"))
         step += 12
     return script.scenario(
-        16,
-        2,
-        64,
+        (16, 2, 64),
         hicache_storage_backend="file",
         **tier_flags(random, hicache_ratio=2.0, hicache_write_policy="write_back", page_size=2),
     )
@@ -475,9 +451,7 @@ def _gone_while_stored(random: Random) -> Scenario:
     script.add(3, script.prompt(11, 12), 1)
     script.add(3, prefix[:2] + script.prompt(1, 1), 1)
     return script.scenario(
-        40,
-        4,
-        64,
+        (40, 4, 64),
         schedule_conservativeness=0.01,
         **tier_flags(
             random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct", page_size=2
@@ -504,9 +478,7 @@ def _together(random: Random) -> Scenario:
         script.send(step + 1, AbortReq(rid=rid))
     script.add(step + 1, script.prompt(18, 20), 1)
     return script.scenario(
-        40,
-        4,
-        64,
+        (40, 4, 64),
         schedule_conservativeness=0.01,
         **tier_flags(random, hicache_ratio=0.42, hicache_write_policy="write_back", page_size=2),
     )

@@ -6,8 +6,9 @@ Importing this module makes the backends :data:`LAUNCHED` and :data:`REFERENCE` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -49,38 +50,13 @@ class LaunchedAttentionBackend(AttentionBackend):
         ]
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-
-        def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
-            page_table, rows, seq_lens = tensors
-            given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
-            return ReferenceAttentionBackend(pool, {0: rules}).plan(given)  # type: ignore[arg-type]
-
-        return _Plan(self, inputs, plan_again)
+        return _Plan(self, inputs, "plan")
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-
-        def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
-            page_table, rows, seq_lens = tensors
-            given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
-            plan = ReferenceAttentionBackend(pool, {0: rules}).plan_graph(given)  # type: ignore[arg-type]
-            assert plan is not None, "there was one for this size"
-            plan.prepare()
-            return plan
-
-        return None if self._reference.plan_graph(inputs) is None else _Plan(self, inputs, plan_again)
+        return None if self._reference.plan_graph(inputs) is None else _Plan(self, inputs, "plan_graph")
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
-
-        def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
-            page_table, rows, seq_lens, ancestors = tensors
-            tree = replace(inputs.tree, ancestors=ancestors)
-            given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens, tree=tree)
-            plan = ReferenceAttentionBackend(pool, {0: rules}).plan_verify(given)  # type: ignore[arg-type]
-            assert plan is not None
-            plan.prepare()
-            return plan
-
-        return _Plan(self, inputs, plan_again)
+        return _Plan(self, inputs, "plan_verify")
 
 
 class _Layer:
@@ -95,12 +71,21 @@ class _Layer:
 
 class _Plan(AttentionPlan):
     def __init__(
-        self,
-        backend: LaunchedAttentionBackend,
-        inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs,
-        plan_again: Callable[..., AttentionPlan],
+        self, backend: LaunchedAttentionBackend, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs, method: str
     ) -> None:
-        self._backend, self._inputs, self._plan_again = backend, inputs, plan_again
+        """``method``: that of the reference which makes such a plan."""
+        self._backend, self._inputs, self._method = backend, inputs, method
+
+    def _plan_again(self, pool: _Layer, rules: LayerRules, tensors: Sequence[torch.Tensor]) -> AttentionPlan:
+        """The reference's plan, with the inputs as they are when it runs."""
+        page_table, rows, seq_lens, *ancestors = tensors
+        given: Any = replace(self._inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
+        if ancestors:
+            given = replace(given, tree=replace(given.tree, ancestors=ancestors[0]))
+        backend = ReferenceAttentionBackend(pool, {0: rules})  # type: ignore[arg-type]
+        plan: AttentionPlan = getattr(backend, self._method)(given)
+        plan.prepare()
+        return plan
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pool, inputs = self._backend.kv_pool, self._inputs
@@ -110,38 +95,25 @@ class _Plan(AttentionPlan):
         requests = inputs.page_table, inputs.rows, inputs.seq_lens
         extends = isinstance(inputs, AttentionInputs) and inputs.mode is ForwardMode.EXTEND
 
-        def attend(
-            out: torch.Tensor, layer: _Layer, q: torch.Tensor, sinks: torch.Tensor | None, *tensors: torch.Tensor
-        ) -> None:
-            new = [_new_tokens(layer, inputs, tensors)] if extends else []
-            k, v = (
-                (cache[new[0]] if new else cache[: len(q)]).to(q.dtype)
-                for cache in (layer.row(0, "k"), layer.row(0, "v"))
-            )
-            plan = self._plan_again(layer, replace(rules, sinks=sinks), *tensors)
-            out.copy_(plan.forward(0, q, k, v, scale))
-
-        def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor) -> None:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: Any) -> None:
             tree = rest[7:8] if isinstance(inputs, VerifyInputs) else ()
-            attend(out, _Layer(k, v, pool.page_size, q.dtype), q, rest[-1], *rest[:3], *tree)
-
-        def extend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _: None, *rest: torch.Tensor
-        ) -> None:
-            attend(out, _Layer(k, v, pool.page_size, q.dtype), q, rest[-1], *rest[:3])
+            layer, tensors = _Layer(k, v, pool.page_size, q.dtype), rest[1:4] if extends else (*rest[:3], *tree)
+            new = _new_tokens(layer, inputs, tensors) if extends else slice(len(q))
+            plan = self._plan_again(layer, replace(rules, sinks=rest[-1]), tensors)
+            out.copy_(plan.forward(0, q, k[new].to(q.dtype), v[new].to(q.dtype), scale))
 
         beside = rules.window, rules.sinks
         if extends:
             assert isinstance(inputs, AttentionInputs)
             starts = inputs.query_starts
             memory = (q, *caches, out, None, *requests, starts)
-            accesses.extend_attention.launch(extend, *memory, pool.page_size, *beside)
+            accesses.extend_attention.launch(attend, *memory, pool.page_size, *beside)
         else:
             work = self._backend.workspace
             tree = inputs.tree if isinstance(inputs, VerifyInputs) else QueryTree(1, 1)
             nodes = tree.ancestors, tree.num_queries, tree.num_nodes
             operands = (q, *caches, out, *requests, *work, pool.page_size, *nodes, *beside)
-            accesses.decode_attention.launch(decode, *operands)
+            accesses.decode_attention.launch(attend, *operands)
         return out
 
 

@@ -28,7 +28,7 @@ def _pair(random: Random) -> Scenario:
     script = Script(random)
     for step in range(2):
         script.add(step, script.prompt(9, 9), 3, ignore_eos=True)
-    return script.scenario(40, 2, 2, page_size=2, cuda_graph_bs=(1, 2), context_length=64)
+    return script.scenario((40, 2, 2), page_size=2, cuda_graph_bs=(1, 2), context_length=64)
 
 
 def _row(random: Random) -> Scenario:
@@ -36,7 +36,7 @@ def _row(random: Random) -> Scenario:
     script = Script(random)
     rids = [script.add(0, script.prompt(5, 5), 2, ignore_eos=True) for _ in range(4)]
     script.send(5, AbortReq(rid=rids[1]))
-    return script.scenario(8, 1, 3, page_size=1)
+    return script.scenario((8, 1, 3), page_size=1)
 
 
 def _twins(random: Random) -> Scenario:
@@ -45,7 +45,7 @@ def _twins(random: Random) -> Scenario:
     prompt = script.prompt(5, 5)
     rids = [script.add(step, prompt, 5, ignore_eos=True) for step in (0, 0, 2, 3)]
     script.send(8, AbortReq(rid=rids[1]))
-    return script.scenario(16, 3, 2, page_size=2, schedule_conservativeness=0.01)
+    return script.scenario((16, 3, 2), page_size=2, schedule_conservativeness=0.01)
 
 
 def _back(random: Random) -> Scenario:

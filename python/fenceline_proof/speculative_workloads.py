@@ -43,9 +43,7 @@ def trees_under_windows(random: Random) -> Scenario:
         prompt = family + script.prompt(1, 6)
         script.add(step * random.randint(1, 4), prompt, random.randint(6, 14), **_options(script))
     return script.scenario(
-        256,
-        2,
-        64,
+        (256, 2, 64),
         model="long_windows",
         page_size=random.choice((2, 4)),
         **_tree_flags(random, random.choice(("NEAR", "ITSELF"))),
@@ -97,9 +95,7 @@ def _speculation(random: Random) -> Scenario:
         if random.random() < 0.25:
             script.send(random.randrange(3, 14), AbortReq(rid=rid, silent=random.random() < 0.3))
     return script.scenario(
-        random.choice((64, 96)),
-        5,
-        16,
+        (random.choice((64, 96)), 5, 16),
         page_size=random.choice((2, 4)),
         schedule_conservativeness=random.choice((0.01, 1.0)),
         **draft_flags(random),
@@ -146,9 +142,7 @@ def _speculation_tiers(random: Random) -> Scenario:
         policy = random.choice(("best_effort", "wait_complete"))
         storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
     scenario = script.scenario(
-        random.choice((40, 48)),
-        3,
-        16,
+        (random.choice((40, 48)), 3, 16),
         schedule_conservativeness=0.01,
         retract_policy=random.choice(("offload", "recompute")),
         **draft_flags(random),

@@ -36,7 +36,7 @@ def _mixed(random: Random) -> Scenario:
     for _ in range(5):
         prompt = script.prompt(1, 26)
         script.add(random.randrange(8), prompt, random.randint(1, 6), **script.options())
-    return script.scenario(160, 4, 8, **script.graphs(1, 3), **script.in_turn())
+    return script.scenario((160, 4, 8), **script.graphs(1, 3), **script.in_turn())
 
 
 def _prefixes(random: Random) -> Scenario:
@@ -49,9 +49,7 @@ def _prefixes(random: Random) -> Scenario:
     if branches:
         _branches(script)
     return script.scenario(
-        80 if branches else 48,
-        4 if branches else 3,
-        16,
+        (80 if branches else 48, 4 if branches else 3, 16),
         schedule_policy=random.choice(("fcfs", "lpm")),
         **script.graphs(2, 3),
         **script.in_turn(),
@@ -80,7 +78,7 @@ def _aborts(random: Random) -> Scenario:
             script.send(start + random.randrange(7), abort)
     if random.random() < 0.3:
         script.send(random.randrange(4, 10), AbortReq(abort_all=True))
-    return script.scenario(96, 3, 8, **script.graphs(2, 3), **script.in_turn())
+    return script.scenario((96, 3, 8), **script.graphs(2, 3), **script.in_turn())
 
 
 def _retraction(random: Random) -> Scenario:
@@ -117,9 +115,7 @@ def _bursts(random: Random) -> Scenario:
     script.send(random.randrange(step), FlushCacheReq(id="flush"))
     script.send(random.randrange(step), GetInternalStateReq(id="state"))
     scenario = script.scenario(
-        128,
-        4,
-        random.choice((8, -1)),
+        (128, 4, random.choice((8, -1))),
         disable_radix_cache=random.random() < 0.3,
         schedule_policy=random.choice(("fcfs", "random")),
         **script.graphs(1, 4),
@@ -160,7 +156,7 @@ def _row_reuse(random: Random) -> Scenario:
     for _ in range(4):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
-    return script.scenario(24, 1, 16, page_size=1, **script.graphs(1))
+    return script.scenario((24, 1, 16), page_size=1, **script.graphs(1))
 
 
 def _staging(random: Random) -> Scenario:
@@ -168,7 +164,7 @@ def _staging(random: Random) -> Scenario:
     script = Script(random)
     for index in range(6):
         script.add(index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options())
-    return script.scenario(40, 3, 8, page_size=1, **script.graphs(2, 3))
+    return script.scenario((40, 3, 8), page_size=1, **script.graphs(2, 3))
 
 
 def _growth(random: Random) -> Scenario:
@@ -179,7 +175,7 @@ def _growth(random: Random) -> Scenario:
     script.add(random.randint(0, 2), long, 2)
     if random.random() < 0.5:
         script.add(3, long[:300], 2, return_logprob=True, logprob_start_len=0, top_logprobs_num=20)
-    return script.scenario(8192, 3, -1, page_size=16, max_prefill_tokens=4096)
+    return script.scenario((8192, 3, -1), page_size=16, max_prefill_tokens=4096)
 
 
 def _graphs(random: Random) -> Scenario:
@@ -187,7 +183,7 @@ def _graphs(random: Random) -> Scenario:
     script = Script(random)
     for index in range(6):
         script.add(index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options())
-    return script.scenario(96, 5, 16, **script.graphs(2, 4, share=1.0), **script.in_turn())
+    return script.scenario((96, 5, 16), **script.graphs(2, 4, share=1.0), **script.in_turn())
 
 
 def _buckets(random: Random) -> Scenario:
@@ -196,7 +192,7 @@ def _buckets(random: Random) -> Scenario:
     for index in range(6):
         start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
         script.add(start, script.prompt(1, 4), random.randint(4, 9), ignore_eos=True, **options)
-    return script.scenario(128, 5, 16, cuda_graph_bs=(1, random.choice((2, 3))), context_length=GRAPH_CONTEXT)
+    return script.scenario((128, 5, 16), cuda_graph_bs=(1, random.choice((2, 3))), context_length=GRAPH_CONTEXT)
 
 
 def _outputs(random: Random) -> Scenario:
@@ -205,7 +201,7 @@ def _outputs(random: Random) -> Scenario:
     for index in range(4):
         options = {"temperature": 1.0, "ignore_eos": True}
         script.add(index * random.randint(0, 4), script.prompt(1, 4), random.randint(5, 10), **options)
-    return script.scenario(96, 3, 16, cuda_graph_bs=(1, 3), context_length=GRAPH_CONTEXT)
+    return script.scenario((96, 3, 16), cuda_graph_bs=(1, 3), context_length=GRAPH_CONTEXT)
 
 
 # Those that decode in padded graphs and beyond them, split prompts, retract, and load prefixes from the host.
@@ -274,9 +270,7 @@ def _new_weights(random: Random) -> Scenario:
         storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
     tiers = tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))) if random.random() < 0.7 else {}
     return script.scenario(
-        random.choice((48, 96)),
-        3,
-        8,
+        (random.choice((48, 96)), 3, 8),
         **{"page_size": 4, **tiers, **(storage if tiers else {})},
         **script.graphs(1, 3),
         **script.in_turn(),
