@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
-from fenceline.constrained.matcher import RequestGrammar
 from fenceline.ipc.io_struct import AbortReq, UpdateWeightsReq
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
@@ -29,7 +28,6 @@ from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.flashinfer_library import PLANNED
-from fenceline_proof.launched_attention import LAUNCHED
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.gpu import Graph
 
@@ -51,7 +49,6 @@ EVENTS: dict[str, str] = {
     "decode replay with the sampler": "one whose logits go to the sampler with all its features",
     "masks for some of a batch": "a decode step samples under the masks of some of its requests",
     "masks after a replay": "the logits of a replay are masked",
-    "masks begun early": "while the step before is still published",
     "masks and draw before publishing": "of the step before, whose tokens cannot have ended an answer",
     "masks and draw after publishing": "of the step before, because an answer may have ended or not all have a mask",
     "masks of a first token": "a prefill step samples under a mask",
@@ -63,10 +60,6 @@ EVENTS: dict[str, str] = {
     "piecewise replay while loading": "one whose pages are being loaded from the host layer by layer",
     "prefill beyond the pieces": "a prefill step larger than every graph",
     "a prompt in three chunks": "in consecutive steps",
-    "several prompts in one step": "",
-    "prefill between decode steps": "a prefill step while other requests decode",
-    "steps of our attention kernels": "by their declared accesses",
-    "planned steps": "each batch's attention is planned on the host while the last step may still run",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
     "replay compared with its step": "--debug-cuda-graph computes the step without its graph as well",
     "decode replay with an FP8 cache": "keys and values are kept in eight bits",
@@ -74,9 +67,7 @@ EVENTS: dict[str, str] = {
     # speculation
     "verification replay": "a speculative step replayed, exactly as large as its graphs",
     "padded verification replay": "one with padded rows",
-    "accepted draft": "a step yields more than one token for a request",
-    "several accepted drafts": "more than two",
-    "rejected draft": "",
+    "several accepted drafts": "a step yields more than two tokens for a request",
     "accepted draft of a tree": "its nodes' rows are moved",
     "accepted draft of several layers": "each of which proposes one token",
     "drafts of another depth": "than those of the step before",
@@ -97,14 +88,12 @@ EVENTS: dict[str, str] = {
     "same prompt in two namespaces": "it is computed twice and kept twice",
     "pages handed on in use": "pages are leased again before it is known that their last users are done",
     # the host tier
-    "load": "a prefix comes from the host",
-    "load in FP8": "",
+    "load in FP8": "a prefix comes from the host",
     "load of several nodes": "",
     "load for several requests": "one transfer for all that a step admits",
     "match of pages that are loading": "a request finds pages that another request's load has not filled yet",
     "adopted page": "a page that is only on the host is computed again, and the computed one is kept",
-    "backup": "pages go to the host",
-    "backup of several nodes": "",
+    "backup of several nodes": "pages go to the host",
     "write-back": "pages go to the host because their memory on the device is needed",
     "write-back under load": "while a load is in transfer",
     "backup while prefixes load": "for any reason",
@@ -115,7 +104,6 @@ EVENTS: dict[str, str] = {
     "host pages handed on in use": "leased again before it is known that the transfers that used them are done",
     "the host is full": "all its pages are in use, so a backup does not happen",
     # storage
-    "fetch": "pages come from storage",
     "fetch of several pages": "in one request to storage",
     "admission from storage": "a request is admitted with pages that storage returned",
     "prefetch of all": "every page that was asked for came",
@@ -195,7 +183,6 @@ class Watch:
         around(scheduler.masks, "fill_masks", before=self._fills)
         around(scheduler.masks, "sample_early", after=self._sampled_early)
         around(scheduler.masks, "stuck", before=self._sampled_late)
-        around(scheduler.grammars, "begin_fill", before=self._begins)
         around(scheduler.control, "abort", before=self._aborts)
         around(scheduler.population, "retract", before=self._retracts)
         around(memory, "with_remaps", before=self._remaps)
@@ -221,10 +208,7 @@ class Watch:
 
     def _launched(self, flight: InFlight, batch: StepBatch, reqs: Sequence[Req]) -> None:
         replayed = self._replayed()
-        backend = self._scheduler.config.decode_attention_backend
-        planned = backend in PLANNED
-        self.note("steps of our attention kernels", backend == LAUNCHED)
-        self.note("planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule)
+        planned = self._scheduler.config.decode_attention_backend in PLANNED
         self.note("planned decode replay", planned and replayed and batch.is_decode)
         self.note("decode replay with an FP8 cache", self._in_fp8 and replayed and batch.is_decode)
         if batch.is_decode:
@@ -259,8 +243,6 @@ class Watch:
             self.note("piecewise replay while loading", batch.loads)
         else:
             self.note("prefill beyond the pieces", self._scheduler.config.piecewise_cuda_graph_tokens)
-        self.note("several prompts in one step", len(reqs) > 1)
-        self.note("prefill between decode steps", len(self._scheduler.running))
         for chunk, req in zip(batch.chunks, reqs, strict=True):
             self._num_chunks[req.rid] += 1
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
@@ -268,9 +250,6 @@ class Watch:
             namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
-
-    def _begins(self, grammars: Sequence[RequestGrammar | None], masks: object, finishes_now: bool = False) -> None:
-        self.note("masks begun early", any(grammars))
 
     def _sampled_early(self, *_: object) -> None:
         pending = self._scheduler.masks.pending
@@ -312,14 +291,12 @@ class Watch:
 
     def _counted(self, batch: StepBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         counts = out.token_counts(len(reqs))
-        self.note("accepted draft", max(counts) > 1)
         self.note("several accepted drafts", max(counts) > 2)
         self.note("accepted draft of a tree", max(counts) > 1 and self._has_trees)
         self.note("accepted draft of several layers", max(counts) > 1 and self._has_several_layers)
         depth = batch.depth.depth
         self.note("drafts of another depth", self._depth not in (None, depth))
         self._depth = depth
-        self.note("rejected draft", min(counts) <= depth)
         longest = max(req.committed_len for req in reqs)
         self.note("drafts under a window", depth and self._window is not None and longest > self._window)
         self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
@@ -382,7 +359,6 @@ class Watch:
     def _admits(self, req: Req, prefix: Prefix) -> None:
         match = prefix.match
         self.note("hit", match.num_tokens)
-        self.note("load", match.num_host_tokens)
         self.note("load with a draft", match.num_host_tokens and self._speculates)
         self.note("load in FP8", match.num_host_tokens and self._in_fp8)
         self.note("match of pages that are loading", match.loading)
@@ -445,7 +421,6 @@ class Watch:
 
     def _began_backup(self, move: PageMove, nodes: Sequence[TreeNode], ticket: Ticket) -> None:
         backed_up = [node for node in nodes if ticket in node.transfers]
-        self.note("backup", backed_up)
         self.note("backup of several nodes", len(backed_up) > 1)
         loading = self._num_loading or self._tiers._load is not None  # submitted, or about to be
         self.note("backup while prefixes load", backed_up and loading)
@@ -459,7 +434,6 @@ class Watch:
         for ack in acks:
             match ack:
                 case Fetched():
-                    self.note("fetch")
                     self.note("fetch of several pages", ack.num_pages > 1)
                 case Done():
                     self.note("prefetch of all", ack.outcome is Outcome.COMPLETE)

@@ -155,7 +155,7 @@ class Script:
             pause = self.random.randint(1, 4)
             self.send(step + pause, ContinueGenerationReq(id=f"continue {message.id}"))
 
-    def scenario(self, sizes: tuple[int, int, int] | tuple[()] = (), **flags: Flag) -> Scenario:
+    def scenario(self, sizes: tuple[int, int, int] | tuple[()] = (), /, **flags: Flag) -> Scenario:
         """The scenario that has been built. ``sizes``: ``max_total_tokens``, ``max_running_requests`` and
         ``chunked_prefill_size``; pages have 4 tokens unless the ``flags`` say otherwise."""
         flags = {"page_size": 4, **dict(zip(_SIZES, sizes, strict=False)), **flags}

@@ -109,21 +109,13 @@ def setting_of(scheduler: Scheduler) -> Setting:
 class Loop:
     """A Scheduler over a ModelRunner, and the arrivals it will see. No threads but storage's."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        device: Device,
-        tell: Callable[[Message], None] = lambda message: None,
-        scenario: Scenario | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, device: Device, scenario: Scenario) -> None:
         self.step_no = self._num_readings = 0
         self._num_outputs: dict[str, int] = {}
-        scenario = Scenario({}, ()) if scenario is None else scenario
         self._arrivals = list(scenario.arrivals)
         self._follow_ups = scenario.follow_ups
         self._reactions = list(scenario.reactions)
         self._outputs: dict[str, list[int]] = {}  # outputs of requests that are followed by another
-        self._tell = tell
         self._flight: InFlight | None = None
         self.watch = Watch(device)
         watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
@@ -204,10 +196,6 @@ class Loop:
         assert isinstance(device, VgpuDevice), "only there storage has bad days"
         device.gpu.rotation.block_until(lambda: self._num_polls >= until, "the scheduler to look for news")
 
-    def send(self, message: Message) -> None:
-        """Put a message into the inbox as of now."""
-        self._arrive(Arrival(self.step_no, message))
-
     def _arrive(self, arrival: Arrival) -> None:
         later = (i for i, other in enumerate(self._arrivals) if other.step > arrival.step)
         self._arrivals.insert(next(later, len(self._arrivals)), arrival)
@@ -257,14 +245,13 @@ class Loop:
                 outputs += out.output_ids
             if outputs is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
                 self._follow(self._follow_ups[out.rid], outputs)
-        self._tell(message)
 
     def _follow(self, turn: FollowUp, outputs: list[int]) -> None:
         request = msgspec.structs.replace(turn.request, input_ids=id_array([*outputs, *turn.words]))
         self._arrive(Arrival(self.step_no + turn.pause, request))
 
     def to_tokenizer(self, message: Message) -> None:
-        self._tell(message)
+        """Nobody asks."""
 
     # --- the loop
 

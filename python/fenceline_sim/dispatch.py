@@ -188,11 +188,8 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     bounds = _bounds(call, indexes) if indexes else NO_BOUNDS
     if operator.is_out:
         _check_out(operator, forms, written)
-    if operator.overwrites and not _accumulates(operator, call):
-        fresh = {id(t) for t in written}
-        reads = [_access(t, indexes) for t in call.tensors if id(t) not in fresh]
-    else:
-        reads = [_access(t, indexes) for t in call.tensors]
+    fresh = {id(t) for t in written} if operator.overwrites and not _accumulates(operator, call) else set()
+    reads = [_access(t, indexes) for t in call.tensors if id(t) not in fresh]
     writes = [_access(t, indexes) for t in written]
     plain_args, plain_kwargs = call.args, call.kwargs
     if None not in operator.outputs:

@@ -151,35 +151,28 @@ class Leases:
 
     def _too_soon(self, page: int, former: User, user: User) -> OwnershipError:
         """``user`` has not waited for ``former``, who had ``page`` before."""
-        memory, waiter, source = f"{self.name} {page}", user.stream.name, former.stream.name
-        pairs = [(edge.name, one.value, other.value) for edge in PAGE_EDGES for one, other in edge.pairs]
-        edges = [name for name, one, other in pairs if (one, other) == (waiter, source)]
-        lines = [
-            f"ownership: {memory}: {user.who} uses it on {waiter}, which has not waited for {former.who} on {source}",
-            f"  submitted at {user.place}",
-            f"  used before at {former.place}",
-            f"  missing edge: {' or '.join((*edges, f'a Point on {source}'))}",
-        ]
-        places = str(former.place), str(user.place)
-        return OwnershipError("\n".join(lines), edges[0] if edges else "", memory, places, 0)
+        waiter = user.stream.name
+        text = f"{user.who} uses it on {waiter}, which has not waited for {former.who} on {former.stream.name}"
+        lines = f"submitted at {user.place}", f"used before at {former.place}"
+        return self._unordered(page, text, {waiter}, former, lines, user.place)
 
     def _too_early(self, page: int, user: User, after: Points) -> OwnershipError:
         """``page`` has been retired with Points that are not after ``user``."""
-        memory, place, source = f"{self.name} {page}", here(), user.stream.name
-        waiters = {point.stream.name.value for point in after}
-        edges = [
-            edge.name
-            for edge in PAGE_EDGES
-            for waiter, other in edge.pairs
-            if waiter.value in waiters and other.value == source
-        ]
-        lines = [
-            f"ownership: {memory}: is retired with Points {[*after]}, and {user.who} on {source} may still use it",
-            f"  submitted at {user.place}",
-            f"  retired at {place}",
-            f"  missing edge: {' or '.join((*edges, f'a Point on {source}'))}",
-        ]
-        return OwnershipError("\n".join(lines), edges[0] if edges else "", memory, (str(user.place), str(place)), 0)
+        waiters, place = {point.stream.name.value for point in after}, here()
+        text = f"is retired with Points {[*after]}, and {user.who} on {user.stream.name} may still use it"
+        lines = f"submitted at {user.place}", f"retired at {place}"
+        return self._unordered(page, text, waiters, user, lines, place)
+
+    def _unordered(
+        self, page: int, text: str, waiters: set[str], user: User, lines: tuple[str, ...], place: Place
+    ) -> OwnershipError:
+        """None of the streams ``waiters`` has waited for ``user``, at ``place``."""
+        memory, source = f"{self.name} {page}", user.stream.name
+        pairs = [(edge.name, one.value, other.value) for edge in PAGE_EDGES for one, other in edge.pairs]
+        edges = [name for name, one, other in pairs if one in waiters and other == source]
+        missing = f"missing edge: {' or '.join((*edges, f'a Point on {source}'))}"
+        report = "\n  ".join((f"ownership: {memory}: {text}", *lines, missing))
+        return OwnershipError(report, edges[0] if edges else "", memory, (str(user.place), str(place)), 0)
 
     def refuse(self, page: int, who: str, op: Operation | None = None) -> None:
         """Report that ``who`` may not use ``page``, which ``op`` accesses, or without ``op`` a claim names."""

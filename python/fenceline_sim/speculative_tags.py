@@ -186,12 +186,9 @@ class SpeculativeStep(Step):
     # --- reading
 
     def _read(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
-        slots = slots[memory.page[slots] != SINK_PAGE]
+        slots = self._own(op, memory, slots)
         if not len(slots):
             return
-        foreign = next((page for page in memory.page[slots].tolist() if page not in self._pages), None)
-        if foreign is not None:
-            self._tags.pages.refuse(foreign, self._readers(), op)
         part = int(memory.part[slots[0]])
         unread = self._unread.setdefault(part, [])
         while len(slots):

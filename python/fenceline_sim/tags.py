@@ -306,12 +306,9 @@ class Step:
 
     def _read(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
         """Check a read of attention: the slots of one request after the other, in order; padding reads the sink's."""
-        slots = slots[memory.page[slots] != SINK_PAGE]
+        slots = self._own(op, memory, slots)
         if len(slots) == 0:
             return
-        foreign = next((page for page in memory.page[slots].tolist() if page not in self._pages), None)
-        if foreign is not None:
-            self._tags.pages.refuse(foreign, self._readers(), op)
         part = int(memory.part[slots[0]])
         unread = self._unread.setdefault(part, [])
         window = self._tags.windows[part]
@@ -327,7 +324,16 @@ class Step:
         while fitting := list(self._fitting(rest, memory, slots, part)):
             rest, slots = fitting[0]
         first = next(self._candidates(rest, self._in_order[part]), self.seqs[0])
-        self._misread(op, memory, slots, part, first)
+        self._misread_as(op, memory, slots, first, self._to_read(first, part), first.first_read(window))
+
+    def _own(self, op: Operation, memory: SlotMemory, slots: I64) -> I64:
+        """Those of ``slots`` that ``op`` reads which are not the sink's; they must be of the step's pages."""
+        slots = slots[memory.page[slots] != SINK_PAGE]
+        foreign = next((page for page in memory.page[slots].tolist() if page not in self._pages), None)
+        if foreign is not None:
+            readers = f"a {self._kind} of {', '.join(seq.account.name for seq in self.seqs)}"
+            self._tags.pages.refuse(foreign, readers, op)
+        return slots
 
     def _left_of(self, unread: Sequence[Seq], memory: SlotMemory, slots: I64, part: int) -> Sequence[Seq] | None:
         """What is left of ``unread`` behind a read of ``slots``; None if these are not the slots of requests. All ways
@@ -373,10 +379,6 @@ class Step:
         first = seq.first_read(self._tags.windows[part])
         return self._tags.tag(self._prefixes(seq, part)[first:], part)
 
-    def _misread(self, op: Operation, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> None:
-        first = seq.first_read(self._tags.windows[part])
-        self._misread_as(op, memory, slots, seq, self._to_read(seq, part), first)
-
     def _misread_as(
         self, op: Operation, memory: SlotMemory, slots: I64, seq: Seq, expected: I64, first: int = 0
     ) -> None:
@@ -413,11 +415,7 @@ class Step:
 
     def _not_read(self, op: Operation, seq: Seq, part: int) -> None:
         name = self._tags.part_names[part]
-        lines = [f"tags: {self._kind} has not read {name} of {seq.account.name}", f"  by the time of {who(op)}"]
-        self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
-
-    def _readers(self) -> str:
-        return f"a {self._kind} of {', '.join(seq.account.name for seq in self.seqs)}"
+        self._tags.report(op, name, f"{self._kind} has not read {name} of {seq.account.name}\n  by the time of")
 
     # --- writing
 
@@ -482,10 +480,8 @@ class Step:
             if len(wrong):
                 column = int(wrong[0])
                 names = f"names page {table[row, column]}, not {seq.pages[column]}"
-                text = f"tags: the page table of {seq.account.name} (row {row}), column {column}, {names}"
-                lines = [text, f"  written by {who(op)}"]
-                memory = f"req_pool.page_table row {row}"
-                self._tags.add(TagError("\n".join(lines), "", memory, (str(op.place),), op.seq))
+                text = f"the page table of {seq.account.name} (row {row}), column {column}, {names}\n  written by"
+                self._tags.report(op, f"req_pool.page_table row {row}", text)
 
     def _sample(self, op: Operation, access: Access) -> None:
         """Last tokens have been written: what the step has sampled. A decode step has read all prefixes by then."""
@@ -498,11 +494,8 @@ class Step:
                 self._add_tokens(seq, int(values[row]))
             elif seq is None and row != 0:
                 memory = f"req_pool.last_tokens row {row}"
-                lines = [
-                    f"tags: {memory} is written by a {self._kind} that has no request there",
-                    f"  written by {who(op)}",
-                ]
-                self._tags.add(TagError("\n".join(lines), "", memory, (str(op.place),), op.seq))
+                text = f"{memory} is written by a {self._kind} that has no request there\n  written by"
+                self._tags.report(op, memory, text)
 
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
         """The step has sampled for ``seq``."""
@@ -874,6 +867,10 @@ class Tags:
             return "nothing"
         end, part = divmod(int(tag), self.num_parts)
         return f"{self.prefixes.describe(end)}, {self.part_names[part]}"
+
+    def report(self, op: Operation, memory: str, text: str) -> None:
+        """Add an error of ``memory``; the last words of ``text`` are about ``op``."""
+        self.add(TagError(f"tags: {text} {who(op)}", "", memory, (str(op.place),), op.seq))
 
     def add(self, error: CheckError) -> None:
         """Raise ``error``; without the detector keep it, for a report of wrong tokens."""
