@@ -247,7 +247,7 @@ def _int4_products() -> Iterator[Launch]:
             num_done: Any, gated: bool = gated, group: int = group, split: int = split,
         ) -> None:  # fmt: skip
             config = int4_gemm.Int4Config(64, 16, min(group, 64), 4, 2, split, launch_pdl=pdl)
-            workspace = int4_gemm.Int4Workspace(x.device)
+            workspace = int4_gemm.SplitWorkspace(x.device)
             if num_done is not None:
                 workspace.num_done = num_done
             fusion = skinny_gemm.Fusion(bias=bias, gated=gated, residual=residual)
@@ -305,7 +305,7 @@ def _routings() -> Iterator[Launch]:
     x, weight, out = _random(3, 40), _random(6, 40), _random(3, 6)
 
     def multiply(pdl: bool, x: Any, weight: Any, out: Any) -> None:
-        routing.router_logits(x, weight, pdl)
+        routing.router_logits(x, weight, pdl=pdl)
 
     yield Launch("router_logits", accesses.router_logits, (x, weight, out), multiply, [out], routing)
     choice = ExpertsConfig(num_experts=6, top_k=2, intermediate_size=1, renormalise=True)
@@ -316,7 +316,7 @@ def _routings() -> Iterator[Launch]:
         if tokens <= routing.TOKENS_A_PROGRAM:
 
             def route(pdl: bool, logits: Any, correction: Any, slots: Any, *_: Any) -> None:
-                routing.route(logits, correction, slots, 1, choice, pdl)
+                routing.route(logits, correction, slots, 1, choice, pdl=pdl)
 
             operands = (*inputs, *chosen, *sorted_pairs)
             yield Launch("route", accesses.route, operands, route, [*chosen, *sorted_pairs], routing)
@@ -438,7 +438,7 @@ def _decodes() -> Iterator[Launch]:
         ) -> None:  # fmt: skip
             space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
             tiles = decode_attention.query_tiles(num_queries * (q.shape[1] // k.shape[1]))
-            space.max_workers, space.shape = 4, (k.shape[1], 16, tiles)
+            space.max_workers, space.segments, space.shape = 4, 0, (k.shape[1], 16, tiles)
             space.partial, space.stats, space.num_done = partial, stats, num_done
             config = decode_attention.DecodeConfig(16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2)
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
@@ -494,8 +494,9 @@ def _extends() -> Iterator[Launch]:
 
     def merge(pdl: bool, partial: Any, stats: Any, out: Any) -> None:
         extend_attention._merge_kernel[(5, 2)](
-            partial, stats, out, 2, 5, NUM_HEADS=4, HEAD_DIM=12, DIM_PAD=16, GROUP=2, GROUP_PAD=2, num_warps=4
-        )
+            partial, stats, out, None, 2, 5, NUM_HEADS=4, HEAD_DIM=12, DIM_PAD=16, GROUP=2, GROUP_PAD=2, SINKS=False,
+            num_warps=4,
+        )  # fmt: skip
 
     yield Launch("merge_splits", accesses.merge_splits, (partial, stats, out), merge)
 

@@ -105,7 +105,7 @@ class AttentionSetting:
     ``layers``: the layers of the pool in which the backend attends (None: all); their heads have the same number and
     size. ``rules``: those of the layers that have any. ``agreed`` takes the name that this rank has chosen by
     measurement and returns the name that all ranks use. ``fixed_order``: a query's result may depend on its sequence
-    alone, which on a GPU is up to the caller's choice of a backend."""
+    alone; on a GPU only ``triton`` can do that."""
 
     kv_pool: KVPool
     device: Device
@@ -180,7 +180,8 @@ def _make_triton(setting: AttentionSetting) -> AttentionBackend:
             f"--attention-backend triton: Triton is not installed ({error}): pip install 'fenceline[cuda]', or use "
             "--attention-backend torch"
         ) from error
-    return TritonAttentionBackend(setting.kv_pool, setting.own_layers[0], setting.rules)
+    fixed = (setting.context_length, setting.num_heads) if setting.fixed_order else None
+    return TritonAttentionBackend(setting.kv_pool, setting.own_layers[0], setting.rules, fixed)
 
 
 ATTENTION_BACKENDS: Mapping[str, Callable[[AttentionSetting], AttentionBackend]] = MappingProxyType(

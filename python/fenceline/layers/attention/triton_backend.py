@@ -32,18 +32,29 @@ from fenceline.mem_cache.kv_pool import KVPool
 
 # At most this many workers for each multiprocessor: as many as can run on it at once, so that all end at the same time.
 _MAX_WORKERS_PER_SM = 4
+_FIXED_WORKERS_PER_SM = 2  # of tiles that always have 64 rows
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 
 
 _ONE_TILE = (1, MAX_GROUP)
+# In a fixed order: a segment has at least this many tokens, and a request at most so many segments and tokens behind
+# its context.
+_SEGMENT, _MOST_SEGMENTS, _AHEAD = 256, 256, 64
 
 
 class TritonAttentionBackend(AttentionBackend):
     """Plans over layers of one KV pool whose heads have the same number and size. All plans share workspaces, so they
     must run on one stream."""
 
-    def __init__(self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES) -> None:
-        """``first_layer``: the first of these layers."""
+    def __init__(
+        self,
+        kv_pool: KVPool,
+        first_layer: int = 0,
+        rules: Mapping[int, LayerRules] = NO_RULES,
+        fixed: tuple[int, int] | None = None,
+    ) -> None:
+        """``first_layer``: the first of these layers. ``fixed``: if sums shall have an order that depends on positions
+        alone, the longest sequence and the number of query heads."""
         keys = self._keys = kv_pool.row(first_layer, "k")
         head_dim = keys.shape[2]
         self.kv_pool = kv_pool
@@ -57,8 +68,15 @@ class TritonAttentionBackend(AttentionBackend):
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
             self._large_blocks = not self._wide and device.major in _LARGE_SHARED
-        self._workspaces: dict[tuple[int, int], DecodeWorkspace] = {}  # by tiles
-        self.workspace = self._workspace(_ONE_TILE)
+        self._segment, self._max_segments, group = 0, 0, 1
+        if fixed is not None:
+            longest, group = fixed[0] + _AHEAD, fixed[1] // keys.shape[1]
+            self._segment = _SEGMENT
+            while longest > self._segment * _MOST_SEGMENTS:
+                self._segment *= 2
+            self._max_segments = -(-longest // self._segment)
+        self._workspaces: dict[tuple[tuple[int, int], int], DecodeWorkspace] = {}  # by tiles and rows that are merged
+        self.workspace = self._workspace(group)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
@@ -79,7 +97,7 @@ class TritonAttentionBackend(AttentionBackend):
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         num_queries, group = inputs.tree.num_queries, inputs.num_heads // self._keys.shape[1]
         config = self.verify_config(len(inputs.rows), num_queries, group)
-        workspace = self._workspace(query_tiles(num_queries * group))
+        workspace = self._workspace(num_queries * group)
         return _DecodePlan(self, self.requests_of(inputs), workspace, config, inputs.tree)
 
     def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs) -> PagedRequests:
@@ -93,6 +111,8 @@ class TritonAttentionBackend(AttentionBackend):
         and one worker merges all of its pieces, so these are few; all other batches get enough pipeline stages to keep
         the memory busy.
         """
+        if self._segment:
+            return self._fixed_config(1)
         if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
         if self._wide:
@@ -108,6 +128,8 @@ class TritonAttentionBackend(AttentionBackend):
     def verify_config(self, batch: int, num_queries: int, group: int) -> DecodeConfig:
         """How a verify step is divided. Each request has ``num_queries`` queries, and ``group`` query heads share a KV
         head. A tile of 16 rows takes as long as in decode."""
+        if self._segment:
+            return self._fixed_config(query_tiles(num_queries * group, True)[0])
         tiles = query_tiles(num_queries * group)
         if tiles == _ONE_TILE:
             return self.decode_config(batch)
@@ -118,8 +140,26 @@ class TritonAttentionBackend(AttentionBackend):
             return DecodeConfig(32, num_workers, 8, 2, self._launch_pdl)
         return DecodeConfig(64, num_workers, 4, 3, self._launch_pdl)
 
+    def _fixed_config(self, num_tiles: int) -> DecodeConfig:
+        """How any decode or verify step is divided in a fixed order: like a prefill, so that tiles of 64 rows are
+        multiplied by the same instructions and rows are added up by as many threads."""
+        block_n, num_warps, num_stages = self._fixed_blocks
+        num_workers = max(self._num_workers(_FIXED_WORKERS_PER_SM) // num_tiles, 1)
+        return DecodeConfig(block_n, num_workers, num_warps, num_stages, self._launch_pdl, segment=self._segment)
+
+    @property
+    def _fixed_blocks(self) -> tuple[int, int, int]:
+        """Keys of a block, warps and stages of a tile of 64 rows in a fixed order."""
+        if self._keys.element_size() > 2:
+            return 32, 4, 2
+        return (32, 8, 2) if self._wide else (64, 4, 3)
+
     def extend_config(self, max_rows: int) -> ExtendConfig:
         """How a prefill is divided whose longest request has ``max_rows`` query rows for each KV head."""
+        if self._segment:
+            block_n, num_warps, num_stages = self._fixed_blocks
+            tiles = 2 if max_rows > 64 and block_n == 64 else 1  # twice the rows take twice the warps
+            return ExtendConfig(64 * tiles, block_n, num_warps * tiles, num_stages, self._segment)
         if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if self._wide:
@@ -134,12 +174,19 @@ class TritonAttentionBackend(AttentionBackend):
         config = self.decode_config(len(requests.rows))
         return _DecodePlan(self, requests, self.workspace, config, QueryTree(1, 1))
 
-    def _workspace(self, tiles: tuple[int, int]) -> DecodeWorkspace:
-        if tiles not in self._workspaces:
-            max_workers = max(self._num_workers(_MAX_WORKERS_PER_SM) // tiles[0], 1)
+    def _workspace(self, num_rows: int) -> DecodeWorkspace:
+        """The workspace for ``num_rows`` query rows of a request and KV head."""
+        fixed = self._segment > 0
+        tiles = query_tiles(num_rows, fixed)
+        rows = min(1 << (num_rows - 1).bit_length(), tiles[1]) if fixed else tiles[1]
+        if (tiles, rows) not in self._workspaces:
+            per_sm = _FIXED_WORKERS_PER_SM if fixed else _MAX_WORKERS_PER_SM
+            max_workers = max(self._num_workers(per_sm) // tiles[0], 1)
             num_kv_heads, head_dim = self._keys.shape[1:]
-            self._workspaces[tiles] = DecodeWorkspace(num_kv_heads, head_dim, max_workers, self._keys.device, tiles)
-        return self._workspaces[tiles]
+            self._workspaces[tiles, rows] = DecodeWorkspace(
+                num_kv_heads, head_dim, max_workers, self._keys.device, tiles, self._max_segments, rows
+            )
+        return self._workspaces[tiles, rows]
 
     def _num_workers(self, workers_per_sm: int) -> int:
         return max(self.num_sms * workers_per_sm // self._keys.shape[1], 1)

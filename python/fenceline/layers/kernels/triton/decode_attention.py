@@ -23,6 +23,12 @@ values, mostly from L2.
 
 With a window, the blocks of a request begin at the first token to which one of its queries may attend. A sink is one
 more score; the piece that has a request's first block begins with it.
+
+With segments (``DecodeConfig.segment``) the bits of a result depend on the keys and values of its own tokens alone.
+Requests are cut at multiples of ``segment`` tokens from their first token on. Each segment has a softmax of its own,
+and these are merged in order, after the sink: in registers if one worker has the whole request, otherwise by the worker
+that ends last. ``extend_attention`` does the same for the same segments. What a query does not see has no weight in
+either, exactly, so it makes no difference which other queries are beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +60,8 @@ class DecodeConfig:
     ``launch_pdl``: overlap the launch with the end of the preceding kernel (sm_90 and later), and meanwhile fetch the
     first ``num_prefetched`` blocks of each worker into L2. ``max_registers``: how many registers a thread may use; with
     fewer, more workers run on a multiprocessor at once. ``merge_elements`` (a power of two): how many elements of
-    partial results each warp holds in registers at once while it merges.
+    partial results each warp holds in registers at once while it merges. ``segment``: the tokens of a segment, a
+    multiple of ``block_n``; 0: there are none, and workers' sections are cut anywhere.
     """
 
     block_n: int
@@ -65,14 +72,16 @@ class DecodeConfig:
     max_registers: int | None = None
     num_prefetched: int = 2
     merge_elements: int = 2048
+    segment: int = 0
 
 
 class DecodeWorkspace:
     """Memory for the partial results of up to ``max_workers`` workers for each KV head and tile. Every launch uses the
     same memory.
 
-    ``tiles``: how the query rows are cut, see :func:`query_tiles`. Launches that share a workspace must be on one
-    stream. Only requests that several workers share use it, and only within a launch.
+    ``tiles``: how the query rows are cut, see :func:`query_tiles`. ``segments`` of a request and ``rows`` (a power of
+    two) of a tile at most have partial results, with ``DecodeConfig.segment``; 0: without it. Launches that share a
+    workspace must be on one stream. Only requests that several workers share use it, and only within a launch.
     """
 
     def __init__(
@@ -82,13 +91,17 @@ class DecodeWorkspace:
         max_workers: int,
         device: torch.device,
         tiles: tuple[int, int] = (1, MAX_GROUP),
+        segments: int = 0,
+        rows: int = 0,
     ) -> None:
         assert max_workers >= 1
-        self.max_workers = max_workers
+        self.max_workers, self.segments = max_workers, segments
         self.shape = num_kv_heads, head_dim, tiles
-        num_tiles, rows = tiles
-        # In a worker's section at most the first and the last request are incomplete.
-        pieces = num_tiles * num_kv_heads * max_workers * 2
+        num_tiles, rows = tiles[0], rows or tiles[1]
+        self.rows = rows
+        # In a worker's section at most the first and the last request are incomplete. One request at most begins in a
+        # worker's section and ends behind it.
+        pieces = num_tiles * num_kv_heads * max_workers * (segments or 2)
         self.partial = torch.empty(pieces * rows * head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(pieces * 2 * rows, dtype=torch.float32, device=device)
         # How many pieces of a request are done, at the index of the worker that has the first piece. Zero between
@@ -96,9 +109,10 @@ class DecodeWorkspace:
         self.num_done = torch.zeros(num_tiles * num_kv_heads * max_workers, dtype=torch.int32, device=device)
 
 
-def query_tiles(num_rows: int) -> tuple[int, int]:
-    """How the ``num_rows`` = queries x group of a request and KV head are cut: (number of tiles, rows of each)."""
-    rows = min(max(triton.next_power_of_2(num_rows), MAX_GROUP), _MAX_ROWS)
+def query_tiles(num_rows: int, fixed: bool = False) -> tuple[int, int]:
+    """How the ``num_rows`` = queries x group of a request and KV head are cut: (number of tiles, rows of each).
+    ``fixed``: tiles have as many rows for few as for many."""
+    rows = _MAX_ROWS if fixed else min(max(triton.next_power_of_2(num_rows), MAX_GROUP), _MAX_ROWS)
     return -(-num_rows // rows), rows
 
 
@@ -152,7 +166,7 @@ def decode_attention(
     assert requests.rows.shape == requests.seq_lens.shape == (batch,)
     assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
     assert 1 <= config.num_workers <= workspace.max_workers, (config, workspace.max_workers)
-    num_tiles, rows = tiles = query_tiles(tree.num_queries * group)
+    num_tiles, rows = tiles = query_tiles(tree.num_queries * group, config.segment > 0)
     assert workspace.shape == (num_kv_heads, head_dim, tiles), (workspace.shape, k_cache.shape, tiles)
     assert requests.page_table.dtype == torch.int32 and requests.page_table.stride(1) == 1
     assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
@@ -164,6 +178,9 @@ def decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dim_pad = padded_head_dim(head_dim)
     merged_rows = min(triton.next_power_of_2(tree.num_queries * group), rows)
+    if config.segment:
+        assert config.segment % config.block_n == 0 and tree.ancestors is None
+        assert workspace.segments and workspace.rows == merged_rows, (workspace.segments, workspace.rows)
     _decode_kernel[(num_tiles * num_kv_heads, config.num_workers)](
         q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors,
         sinks, workspace.partial, workspace.stats, workspace.num_done,
@@ -172,6 +189,7 @@ def decode_attention(
         NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes, TREE=tree.ancestors is not None, ROWS=rows,
         WINDOW=window, CAPS=rules.soft_cap != 0, SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
+        SEGMENT=config.segment, MAX_SEGMENTS=workspace.segments,
         MERGE=max(config.merge_elements * config.num_warps // (merged_rows * dim_pad), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
@@ -198,7 +216,8 @@ def _decode_kernel(
     GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
+    SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
+    NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
     lane, worker = tl.program_id(0), tl.program_id(1)
@@ -206,6 +225,7 @@ def _decode_kernel(
         head, first_row = lane, 0
     else:
         head, first_row = lane % NUM_KV_HEADS, lane // NUM_KV_HEADS * ROWS
+    UNIT: tl.constexpr = SEGMENT if SEGMENT > 0 else BLOCK_N  # what a worker has at least
     if PDL:
         tl_cuda.gdc_launch_dependents()
     # Before the wait the kernel may write nothing, and may not read what the preceding kernel writes.
@@ -213,13 +233,13 @@ def _decode_kernel(
         request, request_first = 0, 0
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
         table_row = tl.load(rows_ptr)
-        total = _num_blocks(seq_len, NUM_NODES, WINDOW, BLOCK_N)
+        total = _num_units(seq_len, NUM_NODES, WINDOW, UNIT)
         stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
         unit = worker * stretch
     else:
         ids = tl.arange(0, BATCH_PAD)
         seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
-        num_blocks = _num_blocks(seq_lens, NUM_NODES, WINDOW, BLOCK_N)
+        num_blocks = _num_units(seq_lens, NUM_NODES, WINDOW, UNIT)
         total = tl.sum(num_blocks, 0)
         stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
         unit = worker * stretch
@@ -230,10 +250,10 @@ def _decode_kernel(
         table_row = tl.load(rows_ptr + request)
     last_unit = tl.minimum(unit + stretch, total)
     if NUM_PREFETCHED > 0:
-        block_of_first = _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
+        first_block, end_block = _blocks(unit, last_unit, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N)
         _prefetch(
             k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
-            block_of_first + unit - request_first, block_of_first + last_unit - request_first, seq_len,
+            first_block, end_block, seq_len,
             NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
         )  # fmt: skip
     if PDL:
@@ -254,8 +274,7 @@ def _decode_kernel(
         heads = head * GROUP + (first_row + rows) % GROUP
         sinks = tl.load(sinks_ptr + heads, mask=query_live, other=0.0) * _LOG2_E_IN_KERNEL
     while unit < last_unit:
-        request_end = request_first + _num_blocks(seq_len, NUM_NODES, WINDOW, BLOCK_N)
-        block_of_first = _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
+        request_end = request_first + _num_units(seq_len, NUM_NODES, WINDOW, UNIT)
         stop = tl.minimum(last_unit, request_end)
         next_request = tl.minimum(request + 1, batch - 1)
         next_seq_len = tl.load(seq_lens_ptr + next_request).to(tl.int32)
@@ -269,22 +288,47 @@ def _decode_kernel(
         if SINKS:
             begins = unit == request_first
             top, norm = tl.where(begins, sinks, top), norm + tl.where(begins, 1.0, 0.0)
-        acc, top, norm = _attend(
-            q, queries, ancestors, top, norm, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
-            page_table_ptr + table_row * page_table_stride,
-            block_of_first + unit - request_first, block_of_first + stop - request_first, seq_len,
-            scale_log2, cap_log2,
-            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+        at = rows[:, None] * HEAD_DIM + dims[None, :]
+        k_head, v_head = k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM
+        table = page_table_ptr + table_row * page_table_stride
+        if SEGMENT > 0:
+            acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+            is_piece = (unit != request_first) | (stop != request_end)
+            kept = row_live & (rows < MERGED_ROWS)[:, None] & is_piece
+            for segment in tl.range(unit, stop):
+                first_block, end_block = _blocks(
+                    segment, segment + 1, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N
+                )  # fmt: skip
+                part, part_top, part_norm = _attend(
+                    q, queries, ancestors, tl.full([ROWS], _NO_SCORE, tl.float32), tl.zeros([ROWS], tl.float32),
+                    k_head, v_head, table, first_block, end_block, seq_len, scale_log2, cap_log2,
+                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE,
+                    BLOCK_N,
+                )  # fmt: skip
+                piece = _segment_piece(
+                    lane, request_first // stretch, segment - request_first, NUM_WORKERS, MAX_SEGMENTS
+                )
+                tl.store(partial_ptr + piece * (MERGED_ROWS * HEAD_DIM) + at, part, mask=kept)
+                stats_at = stats_ptr + piece * (2 * MERGED_ROWS) + rows
+                tl.store(stats_at, part_top, mask=(rows < MERGED_ROWS) & is_piece)
+                tl.store(stats_at + MERGED_ROWS, part_norm, mask=(rows < MERGED_ROWS) & is_piece)
+                acc, top, norm = merged(acc, top, norm, part, part_top, part_norm)
+        else:
+            first_block, end_block = _blocks(unit, stop, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N)
+            acc, top, norm = _attend(
+                q, queries, ancestors, top, norm, k_head, v_head, table, first_block, end_block, seq_len,
+                scale_log2, cap_log2,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
         out_row = out_ptr + first_query * out_stride
         if (unit == request_first) & (stop == request_end):
             tl.store(out_row + out_offsets, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live)
         else:
-            piece = _piece(lane, worker, unit == request_first, NUM_WORKERS)
-            at = rows[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=row_live)
-            tl.store(stats_ptr + piece * (2 * ROWS) + rows, top)
-            tl.store(stats_ptr + piece * (2 * ROWS) + ROWS + rows, norm)
+            if SEGMENT == 0:
+                piece = _piece(lane, worker, unit == request_first, NUM_WORKERS)
+                tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=row_live)
+                tl.store(stats_ptr + piece * (2 * ROWS) + rows, top)
+                tl.store(stats_ptr + piece * (2 * ROWS) + ROWS + rows, norm)
             first_worker = request_first // stretch
             last_worker = (request_end - 1) // stretch
             counter = num_done_ptr + lane * NUM_WORKERS + first_worker
@@ -294,10 +338,17 @@ def _decode_kernel(
             tl.debug_barrier()
             if num_before == last_worker - first_worker:
                 tl.store(counter, 0)
-                _merge(
-                    out_row, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker,
-                    NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, GROUP, NUM_QUERIES, ROWS, MERGED_ROWS, MERGE,
-                )  # fmt: skip
+                if SEGMENT > 0:
+                    _merge_segments(
+                        out_row, partial_ptr, stats_ptr, sinks_ptr, lane, first_row, first_worker,
+                        request_end - request_first, NUM_WORKERS, MAX_SEGMENTS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, GROUP,
+                        NUM_QUERIES, MERGED_ROWS, SINKS,
+                    )  # fmt: skip
+                else:
+                    _merge(
+                        out_row, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker,
+                        NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, GROUP, NUM_QUERIES, ROWS, MERGED_ROWS, MERGE,
+                    )  # fmt: skip
         unit = stop
         request, request_first = next_request, request_end
         seq_len, table_row = next_seq_len, next_table_row
@@ -314,10 +365,25 @@ def _first_visible(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _num_blocks(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many blocks of a request are read."""
-    last = (seq_len + BLOCK_N - 1) // BLOCK_N
-    return last - _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
+def _num_units(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr):
+    """How many blocks or segments of a request are read."""
+    last = (seq_len + UNIT - 1) // UNIT
+    return last - _first_visible(seq_len, NUM_NODES, WINDOW) // UNIT
+
+
+@triton.jit
+def _blocks(
+    unit, stop, request_first, seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The first block and the end of those that units of a request consist of; its first unit is ``request_first``."""
+    first = _first_visible(seq_len, NUM_NODES, WINDOW)
+    begin = (first // UNIT + unit - request_first) * (UNIT // BLOCK_N)
+    end = (first // UNIT + stop - request_first) * (UNIT // BLOCK_N)
+    if UNIT > BLOCK_N:
+        begin = tl.maximum(begin, first // BLOCK_N)
+        end = tl.minimum(end, (seq_len + BLOCK_N - 1) // BLOCK_N)
+    return begin, end
 
 
 @triton.jit
@@ -424,6 +490,14 @@ def _attend(
 
 
 @triton.jit
+def merged(acc, top, norm, part, part_top, part_norm):
+    """The sums, largest scores and norms of one more segment merged into those of the preceding ones."""
+    new_top = tl.maximum(top, part_top)
+    decay, weight = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    return acc * decay[:, None] + part * weight[:, None], new_top, norm * decay + part_norm * weight
+
+
+@triton.jit
 def in_heads(live, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The mask ``live`` [N, 1] without the features ``dims`` past a head's end."""
     if DIM_PAD > HEAD_DIM:
@@ -503,4 +577,47 @@ def _merge(
     offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM, NUM_QUERIES)
     out_at = out_ptr + offsets[:, None] + dims[None, :]
     wanted = in_heads(row_live[:, None], dims, HEAD_DIM, DIM_PAD)
+    tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _segment_piece(lane, first_worker, segment, NUM_WORKERS: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
+    """The index of a segment's partial result, of the request that begins in the section of ``first_worker`` and ends
+    behind it."""
+    return (lane * NUM_WORKERS + first_worker).to(tl.int64) * MAX_SEGMENTS + segment
+
+
+@triton.jit
+def _merge_segments(
+    out_ptr, partial_ptr, stats_ptr, sinks_ptr, lane, first_row, first_worker, num_segments, NUM_WORKERS: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, MERGED_ROWS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the segments of a request's tile in order and store the result, like ``_merge``."""
+    rows = tl.arange(0, MERGED_ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    row_live = first_row + rows < NUM_QUERIES * GROUP
+    wanted = in_heads(row_live[:, None], dims, HEAD_DIM, DIM_PAD)
+    head = lane % NUM_KV_HEADS
+    acc = tl.zeros([MERGED_ROWS, DIM_PAD], tl.float32)
+    top = tl.full([MERGED_ROWS], _NO_SCORE, tl.float32)
+    norm = tl.zeros([MERGED_ROWS], tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + head * GROUP + (first_row + rows) % GROUP) * _LOG2_E_IN_KERNEL
+        norm += 1.0
+    first = _segment_piece(lane, first_worker, 0, NUM_WORKERS, MAX_SEGMENTS)
+    for start in tl.range(0, num_segments, 4, num_stages=1):
+        for ahead in tl.static_range(4):  # their loads do not wait for each other
+            piece = first + start + ahead
+            inside = start + ahead < num_segments
+            at = piece * (MERGED_ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(partial_ptr + at, mask=wanted & inside, other=0.0)
+            stats_at = stats_ptr + piece * (2 * MERGED_ROWS) + rows
+            part_top = tl.load(stats_at, mask=row_live & inside, other=_NO_SCORE)
+            part_norm = tl.load(stats_at + MERGED_ROWS, mask=row_live & inside, other=0.0)
+            acc, top, norm = merged(acc, top, norm, part, part_top, part_norm)
+    norm = tl.where(row_live, norm, 1.0)
+    stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    offsets = _row_offsets(first_row + rows, head, stride, GROUP, HEAD_DIM, NUM_QUERIES)
+    out_at = out_ptr + offsets[:, None] + dims[None, :]
     tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)

@@ -6,6 +6,9 @@ so that even a few new tokens fill it. The device finds a tile's request from ``
 long prefix make too few tiles to fill a GPU. Then the keys of each tile are split as well, and a second launch merges
 the results. With a window, a tile's keys begin at the first one to which its first row attends. A sink is one more
 score; the first split of a row begins with it.
+
+With segments a tile's keys are cut where those of ``decode_attention`` are, and the results are merged in the same
+order, so that they are the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from fenceline.layers.attention.base import PLAIN, LayerRules
 from fenceline.layers.kernels.triton.decode_attention import (
     PagedRequests,
     in_heads,
+    merged,
     padded_batch,
     padded_head_dim,
     soft_capped,
@@ -35,6 +39,7 @@ _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that diffe
 
 # A split has at least this many keys, because merging partial results takes memory traffic and a launch.
 _SPLIT_TOKENS = 512
+_MOST_PARTIAL_ROWS = 1 << 18  # of splits that are segments, all together
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class ExtendConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    segment: int = 0
+    """See ``DecodeConfig``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +70,19 @@ def extend_grid(
     num_sms: int,
     window: int | None = None,
 ) -> ExtendGrid:
-    """The grid for a batch with ``heads`` = (H, Hkv). Splits leave few of ``num_sms`` idle."""
+    """The grid for a batch with ``heads`` = (H, Hkv). Splits leave few of ``num_sms`` idle. Segments are split all or
+    not at all."""
     if window is not None:
         seq_lens_cpu = np.minimum(seq_lens_cpu, window + config.block_m)
     group = heads[0] // heads[1]
     num_tiles = int((-(-query_lens_cpu * group // config.block_m)).sum())
-    worth = -(-int(seq_lens_cpu.max()) // _SPLIT_TOKENS)
-    return ExtendGrid(num_tiles, max(min(num_sms // (num_tiles * heads[1]), worth), 1))
+    worth = -(-int(seq_lens_cpu.max()) // (config.segment or _SPLIT_TOKENS))
+    num_splits = max(min(num_sms // (num_tiles * heads[1]), worth), 1)
+    if config.segment and num_splits > 1:
+        num_splits = worth + (window is not None)
+        if num_splits * num_tiles * heads[1] * config.block_m > _MOST_PARTIAL_ROWS:
+            num_splits = 1
+    return ExtendGrid(num_tiles, num_splits)
 
 
 def extend_attention(
@@ -95,7 +108,7 @@ def extend_attention(
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
-    batch = len(requests.rows)
+    batch, group = len(requests.rows), num_heads // num_kv_heads
     assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
@@ -113,15 +126,16 @@ def extend_attention(
         q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens, query_starts,
         rules.sinks, batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E,
         q.stride(0), requests.page_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=num_heads // num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=group,
         PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SPLIT=grid.num_splits > 1, WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0,
+        SPLIT=grid.num_splits > 1, SEGMENT=config.segment, WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0,
         SINKS=rules.sinks is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if grid.num_splits > 1:
         _merge_kernel[(len(q), num_kv_heads)](
-            partial, stats, out, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
-            GROUP=num_heads // num_kv_heads, GROUP_PAD=triton.next_power_of_2(num_heads // num_kv_heads), num_warps=4,
+            partial, stats, out, rules.sinks, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+            DIM_PAD=dim_pad, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
+            SINKS=rules.sinks is not None and config.segment > 0, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -132,7 +146,7 @@ def _extend_kernel(
     sinks_ptr, batch, num_tokens, scale_log2, cap_log2, q_stride, page_table_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
+    SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # The last tiles of a request attend to the most keys, so tiles start in reverse order.
@@ -169,7 +183,7 @@ def _extend_kernel(
         first_visible = tl.maximum(prefix + first_row // GROUP - (WINDOW - 1), 0)
         first_block = first_visible // BLOCK_N
     last_block = (num_visible + BLOCK_N - 1) // BLOCK_N
-    if SPLIT:
+    if SPLIT and SEGMENT == 0:
         stretch = (last_block - first_block + tl.num_programs(2) - 1) // tl.num_programs(2)
         first_block += tl.program_id(2) * stretch
         last_block = tl.minimum(first_block + stretch, last_block)
@@ -180,30 +194,60 @@ def _extend_kernel(
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
+    if SINKS and not (SPLIT and SEGMENT > 0):  # else it comes before all segments when they are merged
         begins = tl.program_id(2) == 0
         top = tl.where(begins, tl.load(sinks_ptr + heads) * _LOG2_E_IN_KERNEL, top)
         norm += tl.where(begins, 1.0, 0.0)
-    if WINDOW > 0:
-        # These blocks are not in the windows of all rows, so they are masked.
-        in_all_windows = tl.maximum(num_visible - WINDOW, 0)
-        edge = tl.minimum((in_all_windows + BLOCK_N - 1) // BLOCK_N, last_block)
+    if SEGMENT > 0:
+        EACH: tl.constexpr = SEGMENT // BLOCK_N
+        first_segment, last_segment = first_block // EACH, (last_block + EACH - 1) // EACH
+        if SPLIT:
+            first_segment += tl.program_id(2)
+            last_segment = tl.minimum(first_segment + 1, last_segment)
+        for segment in tl.range(first_segment, last_segment):
+            begin = tl.maximum(segment * EACH, first_block)
+            end = tl.minimum(segment * EACH + EACH, last_block)
+            part = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+            part_top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
+            part_norm = tl.zeros([BLOCK_M], tl.float32)
+            masked_from = begin
+            if WINDOW == 0:
+                masked_from = tl.minimum(tl.maximum(full_end, begin), end)
+                part, part_top, part_norm = _attend(
+                    q, k_head, v_head, table, part, part_top, part_norm, prefix + tokens, begin, masked_from,
+                    first_visible, num_visible, scale_log2, cap_log2,
+                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
+                )  # fmt: skip
+            part, part_top, part_norm = _attend(
+                q, k_head, v_head, table, part, part_top, part_norm, prefix + tokens, masked_from, end,
+                first_visible, num_visible, scale_log2, cap_log2,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+            )  # fmt: skip
+            if SPLIT:
+                acc, top, norm = part, part_top, part_norm
+            else:
+                acc, top, norm = merged(acc, top, norm, part, part_top, part_norm)
+    else:
+        if WINDOW > 0:
+            # These blocks are not in the windows of all rows, so they are masked.
+            in_all_windows = tl.maximum(num_visible - WINDOW, 0)
+            edge = tl.minimum((in_all_windows + BLOCK_N - 1) // BLOCK_N, last_block)
+            acc, top, norm = _attend(
+                q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, edge,
+                first_visible, num_visible, scale_log2, cap_log2,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+            )  # fmt: skip
+            first_block = tl.maximum(edge, first_block)
         acc, top, norm = _attend(
-            q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, edge,
+            q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end,
             first_visible, num_visible, scale_log2, cap_log2,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
+        )  # fmt: skip
+        acc, top, norm = _attend(
+            q, k_head, v_head, table, acc, top, norm, prefix + tokens,
+            tl.maximum(full_end, first_block), last_block, first_visible, num_visible, scale_log2, cap_log2,
             NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
         )  # fmt: skip
-        first_block = tl.maximum(edge, first_block)
-    acc, top, norm = _attend(
-        q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end,
-        first_visible, num_visible, scale_log2, cap_log2,
-        NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
-    )  # fmt: skip
-    acc, top, norm = _attend(
-        q, k_head, v_head, table, acc, top, norm, prefix + tokens,
-        tl.maximum(full_end, first_block), last_block, first_visible, num_visible, scale_log2, cap_log2,
-        NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
-    )  # fmt: skip
     out_rows = (start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     if SPLIT:
         rows_of_split = tl.program_id(2).to(tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP)
@@ -219,9 +263,9 @@ def _extend_kernel(
 
 @triton.jit(do_not_specialize=["num_splits", "num_tokens"])
 def _merge_kernel(
-    partial_ptr, stats_ptr, out_ptr, num_splits, num_tokens,
+    partial_ptr, stats_ptr, out_ptr, sinks_ptr, num_splits, num_tokens,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one token's heads that share a KV head. A split in which a row sees no key has weight 0."""
     group = tl.arange(0, GROUP_PAD)
@@ -234,16 +278,14 @@ def _merge_kernel(
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
     norm = tl.zeros([GROUP_PAD], tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + tl.program_id(1) * GROUP + group, mask=live, other=0.0) * _LOG2_E_IN_KERNEL
+        norm += 1.0
     for split in tl.range(0, num_splits):
         split_top = tl.load(stats_ptr + 2 * split * split_rows + rows, mask=live, other=_NO_SCORE)
         split_norm = tl.load(stats_ptr + (2 * split + 1) * split_rows + rows, mask=live, other=1.0)
         partial = tl.load(partial_ptr + split * split_rows * HEAD_DIM + at, mask=wanted, other=0.0)
-        new_top = tl.maximum(top, split_top)
-        weight = tl.exp2(split_top - new_top)
-        decay = tl.exp2(top - new_top)
-        norm = norm * decay + split_norm * weight
-        acc = acc * decay[:, None] + partial * weight[:, None]
-        top = new_top
+        acc, top, norm = merged(acc, top, norm, partial, split_top, split_norm)
     tl.store(out_ptr + at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
 
 

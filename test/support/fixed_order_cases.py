@@ -1,0 +1,78 @@
+"""Attention in a fixed order: the same request in many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from attention_cases import SCALE, Case, case
+
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
+
+_LONGEST = 3000  # tokens of a request
+
+
+def step_of(requests: Sequence[tuple[int, int, int]], page_size: int, heads: tuple[int, int], **options: Any) -> Case:
+    """A batch of (number of the request, tokens so far, new tokens). A request's keys, values and queries are the same
+    in every batch. ``options``: those of ``Case``."""
+    step: Case = case([n for _, n, _ in requests], [new for *_, new in requests], page_size, heads, **options)
+    head_dim = step.queries[0].shape[2]
+    for i, (number, length, new) in enumerate(requests):
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(number))
+        keys, values, queries = (draw(_LONGEST, n, head_dim)[:length] for n in (heads[1], heads[1], heads[0]))
+        for row, numbers in (("k", keys), ("v", values)):
+            pool = step.pool.row(1, row)
+            pool[step.slots[i].to(pool.device)] = numbers.to(pool)
+        step.queries[i] = queries[length - new :].to(step.queries[i].dtype)
+    return step
+
+
+def attend(step: Case, way: str, num_sms: int) -> list[torch.Tensor]:
+    """Each request's results, on the CPU. ``way``: decode, verify (of a chain) or extend. The work is divided as for
+    ``num_sms`` multiprocessors."""
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+
+    class Backend(TritonAttentionBackend):
+        def _num_workers(self, workers_per_sm: int) -> int:
+            self.num_sms = num_sms
+            return super()._num_workers(workers_per_sm)
+
+    device, lens = step.device, np.array(step.query_lens)
+    backend = Backend(step.pool, 1, step.rules_there(), fixed=(_LONGEST, step.queries[0].shape[1]))
+    if way == "verify":
+        y = step.verify(backend, len(step.queries[0]), None)
+    else:
+        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lens)])).int().to(device)
+        seq_lens = torch.tensor(step.seq_lens)
+        table, rows = step.page_table.to(device), step.rows.to(device)
+        mode = ForwardMode[way.upper()]
+        inputs = AttentionInputs(mode, table, rows, seq_lens.to(device), seq_lens.numpy(), lens, starts)
+        queries = torch.cat(step.queries).to(device)
+        y = backend.plan(inputs).forward(1, queries, queries[:, :1], queries[:, :1], SCALE).cpu()
+    assert all(not workspace.num_done.any() for workspace in backend._workspaces.values())
+    return list(y.split(step.query_lens))
+
+
+def check_attention(
+    ways: Sequence[tuple[int, int]],
+    ends: Sequence[int],
+    heads: tuple[int, int] = (6, 2),
+    chunks: Sequence[int] = (1, 100),
+    **options: Any,
+) -> None:
+    """Decode, verification of a chain and chunks of a prompt have the bits of a prefill of the whole prompt. ``ways``:
+    page sizes and numbers of multiprocessors. ``ends``: how many tokens of the prompt are there."""
+    longest = max(ends)
+    [whole] = attend(step_of([(1, longest, longest)], 16, heads, **options), "extend", 1)
+    for page_size, num_sms in ways:
+        for way, sizes in (("decode", (1,)), ("verify", (4,)), ("extend", chunks)):
+            for new in sizes:
+                for end in ends:
+                    others = [(2, 390, 5), (3, 40, 40)] if way == "extend" else [(2, 390, new), (3, 40, new)]
+                    for beside in ([], others) if end == longest else (others,):
+                        step = step_of([(1, end, new), *beside], page_size, heads, **options)
+                        got = attend(step, way, num_sms)[0]
+                        assert torch.equal(got, whole[end - new : end]), (page_size, num_sms, way, new, end)
