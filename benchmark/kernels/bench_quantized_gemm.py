@@ -54,7 +54,7 @@ from fenceline.layers.cuda_quantized import (
     find_quantized_products,
     numbers_name,
 )
-from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace
+from fenceline.layers.kernels.triton.int4_gemm import Int4Config, SplitWorkspace
 from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 from fenceline.layers.skinny_table import (
@@ -167,7 +167,7 @@ def compile_ahead(name: str, models: Sequence[str], rows: Sequence[int], num_sms
 def compile_one(name: str, job: tuple[Product, Int4Config, int]) -> None:
     """Run one configuration. The sweep reports errors."""
     product, config, rows = job
-    products = QuantizedProducts(1, (9, 0), None, None, int4=Int4Workspace(torch.device("cuda")))
+    products = QuantizedProducts(1, (9, 0), None, None, int4=SplitWorkspace(torch.device("cuda")))
     products._table = FixedTable(GpuTraits("", 1, (9, 0), has_cuda_kernels=False), config)
     with torch.device("cuda"):
         stored = make_format(FORMATS[name], product.weight_rows, product.k, torch.bfloat16)

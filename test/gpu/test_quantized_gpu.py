@@ -20,7 +20,7 @@ from fenceline.layers.cuda_quantized import (
     find_quantized_products,
 )
 from fenceline.layers.kernels.base import LayerKernels
-from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace, int4_linear
+from fenceline.layers.kernels.triton.int4_gemm import Int4Config, SplitWorkspace, int4_linear
 from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 from fenceline.layers.skinny_table import MAX_DIRECT_ROWS, CudaConfig, shared_bytes
@@ -220,7 +220,7 @@ def test_triton_products_in_int4_agree_with_float64(name: str, cut: Int4Config) 
     stored, so only sums and the result are rounded."""
     if torch.cuda.get_device_capability() < (9, 0):
         cut = replace(cut, launch_pdl=False)
-    workspace = Int4Workspace(torch.device("cuda"))
+    workspace = SplitWorkspace(torch.device("cuda"))
     torch.manual_seed(3)
     for (n, k), rows, fused in itertools.product(((1024, 2048), (272, 640)), (1, 33, 130), FUSIONS):
         stored = make_weight(name, n, k).stored
@@ -315,7 +315,7 @@ def test_a_chain_of_early_starts_in_int4_reads_what_was_written(rows: int) -> No
         gated = torch.empty(rows, size, dtype=torch.bfloat16)
     ups = [make_weight("int4-128", 2 * size, hidden).stored for _ in range(layers)]
     downs = [make_weight("int4-128", hidden, size).stored for _ in range(layers)]
-    workspace = Int4Workspace(torch.device("cuda"))
+    workspace = SplitWorkspace(torch.device("cuda"))
 
     def multiply(x: torch.Tensor, stored: QuantizedFormat, cut: Int4Config, fusion: Fusion) -> None:
         assert stored.zeros is not None

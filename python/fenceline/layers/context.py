@@ -161,23 +161,26 @@ def make_layer_context(
     if device.type != "cuda":
         return fixed_order_context(shard, dtype) if fixed_order else torch_context(shard, dtype)
     try:
-        from fenceline.layers.cuda_layers import CudaDenseWeight, CudaLayerKernels, find_skinny_products
-        from fenceline.layers.cuda_quantized import CudaQuantizedWeight, find_quantized_products
+        from fenceline.layers import cuda_layers, cuda_quantized
     except ImportError as error:
         raise ValueError(
             f"--device cuda needs Triton ({error}): pip install 'fenceline[cuda]', or use --device cpu"
         ) from error
-    products = find_skinny_products(device)
-
-    def dense(out_features: int, in_features: int) -> DenseWeight:
-        return CudaDenseWeight(out_features, in_features, dtype, products)
-
-    quantized_products = functools.cache(find_quantized_products)  # the trial runs when the first such weight is made
+    make_dense: Callable[[int, int], DenseWeight]
+    find, fixed = cuda_quantized.find_quantized_products, None
+    if fixed_order:
+        multiply, fixed = cuda_layers.find_fixed_product(device)
+        make_dense = functools.partial(cuda_layers.FixedDenseWeight, dtype=dtype, multiply=multiply)
+        find = functools.partial(cuda_quantized.find_fixed_products, workspace=fixed)
+    else:
+        products = cuda_layers.find_skinny_products(device)
+        make_dense = functools.partial(cuda_layers.CudaDenseWeight, dtype=dtype, products=products)
+    quantized_products = functools.cache(find)  # the trial runs when the first such weight is made
 
     def quantized(stored: QuantizedFormat) -> Weight:
-        return CudaQuantizedWeight(stored, quantized_products(device, stored.kind))
+        return cuda_quantized.CudaQuantizedWeight(stored, quantized_products(device, stored.kind))
 
-    return LayerContext(shard, CudaLayerKernels(device), dtype, dense, quantized)
+    return LayerContext(shard, cuda_layers.CudaLayerKernels(device, fixed), dtype, make_dense, quantized)
 
 
 def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:

@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from fenceline.layers.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
 from fenceline.layers.kernels.triton.activation import silu_and_mul
-from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_product
+from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_config, grouped_product
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
 from fenceline.layers.kernels.triton.routing import route, router_logits
-from fenceline.layers.kernels.triton.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm, skinny_linear
+from fenceline.layers.kernels.triton.skinny_gemm import (
+    PLAIN,
+    Fusion,
+    SplitWorkspace,
+    TritonConfig,
+    fixed_linear,
+    may_fuse_norm,
+    skinny_linear,
+)
 from fenceline.layers.skinny_table import ROW_BUCKETS, SHARED_BYTES, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
@@ -31,9 +40,12 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = 0.02  # of the trial at start, relative to the result's norm: rounding to bfloat16 makes an error of 0.004
 _FEW_ROWS = ROW_BUCKETS[-1]  # the kernels for few rows never multiply more than this
+_FIXED_TILE = 64  # pairs of an expert, the fewest with which Hopper's tensor core uses its own instruction
 
 # Arguments: x, configuration, fusion, output. A product with one weight, see ``is_right``.
 Trial = Callable[[torch.Tensor, CudaConfig, Fusion, torch.Tensor], object]
+
+FixedProduct = Callable[..., torch.Tensor]  # ``fixed_linear`` with its workspace
 
 # x, weight, configuration, fusion, output (None: a new tensor) → output
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
@@ -67,10 +79,15 @@ class CudaLayerKernels(LayerKernels):
     out_slots. So there must be another kernel between the one that writes these and the one that reads them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fixed: SplitWorkspace | None = None) -> None:
+        """``fixed``: that of products in a fixed order, which all sums then have; see ``LayerKernels.fixed_order``."""
         self._pdl, self._device = torch.cuda.get_device_capability(device) >= (9, 0), device
+        self.fixed_order = fixed is not None
         for name, kernel in TRITON.items():
             setattr(self, name, _programmatic(kernel) if self._pdl else kernel)
+        if fixed is not None:
+            for name in ("rotate_and_store", "route", "router_logits"):
+                setattr(self, name, partial(getattr(self, name), fixed=fixed))
         # By group size and whether there are zero points: whether the grouped products of such numbers passed the
         # trial.
         self._four_bits: dict[tuple[int, bool], bool] = {}
@@ -90,8 +107,11 @@ class CudaLayerKernels(LayerKernels):
             assert scales is not None
             if not self._four_bits[x.shape[1] // scales.shape[2], zeros is not None]:
                 return product_by_parts(self.grouped_product, x, weight, routing, gated, bias, limit, scales, zeros)
+        config = None
+        if self.fixed_order:
+            config = grouped_config(_FIXED_TILE * len(weight), len(weight), x.element_size())
         return grouped_product(
-            x, weight, routing, gated, bias=bias, limit=limit, scales=scales, pdl=self._pdl, zeros=zeros
+            x, weight, routing, gated, config, bias=bias, limit=limit, scales=scales, pdl=self._pdl, zeros=zeros
         )
 
     def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
@@ -193,6 +213,53 @@ class CudaDenseWeight(DenseWeight):
         if bias is None:
             return residual.addmm_(x, self.data.t())
         return residual.add_(F.linear(x, self.data, bias))
+
+
+class FixedDenseWeight(DenseWeight):
+    """A dense weight whose products have sums in a fixed order, see ``fixed_linear``."""
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, multiply: FixedProduct) -> None:
+        super().__init__(out_features, in_features, dtype)
+        self._multiply = multiply
+
+    def product(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._multiply(x.contiguous(), self.data, fusion=Fusion(bias=bias), out=out)
+
+    def gated_product(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None,
+        bias: torch.Tensor | None,
+        kernels: LayerKernels,
+        activation: str = SILU,
+    ) -> torch.Tensor:
+        if activation != SILU:
+            return super().gated_product(x, norm, bias, kernels, activation)
+        return self._multiply(x.contiguous(), self.data, fusion=gated_fusion(norm, bias))
+
+    def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._multiply(x.contiguous(), self.data, fusion=Fusion(bias=bias, residual=residual))
+
+
+def find_fixed_product(device: torch.device) -> tuple[FixedProduct, SplitWorkspace]:
+    """``fixed_linear`` for ``device`` and its workspace. From now on Triton joins no product with a sum into one
+    operation: whether it could depends on what is around them.
+
+    Raises ``ValueError`` if a row's product depends on the number of rows here."""
+    triton.knobs.language.default_fp_fusion = False
+    workspace = SplitWorkspace(device)
+    multiply = partial(fixed_linear, workspace=workspace, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+    x, weight = torch.randn(2, _FEW_ROWS + 2, 1088, device=device, generator=torch.Generator(device).manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        row, few, many = (multiply(x[:rows].to(dtype), weight.to(dtype)) for rows in (1, 17, len(x)))
+        if not torch.equal(few, many[:17]) or not torch.equal(row, many[:1]):
+            raise ValueError(
+                "--enable-deterministic-inference: on this GPU a row's product depends on the number of rows; leave it"
+                " out"
+            )
+    return multiply, workspace
 
 
 def find_skinny_products(device: torch.device) -> SkinnyProducts:

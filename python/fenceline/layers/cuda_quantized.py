@@ -18,13 +18,16 @@ import torch.nn.functional as F
 from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
 from fenceline.layers.cuda_layers import find_skinny_gemm, gated_fusion, gpu_traits, is_right, probe_cut, skinny_cut
 from fenceline.layers.kernels.base import SILU, LayerKernels
-from fenceline.layers.kernels.triton.int4_gemm import MAX_INT4_ROWS, Int4Config, Int4Workspace, int4_linear
+from fenceline.layers.kernels.triton.int4_gemm import MAX_INT4_ROWS, Int4Config, int4_linear
 from fenceline.layers.kernels.triton.quantized_gemm import dequantize, quantize_rows, quantized_linear
 from fenceline.layers.kernels.triton.skinny_gemm import (
     MAX_ROWS,
     PLAIN,
     Fusion,
+    SplitWorkspace,
     TritonConfig,
+    fixed_linear,
+    fixed_scaled_linear,
     may_fuse_norm,
     scaled_linear,
 )
@@ -49,6 +52,7 @@ _GUESSED_CUDA_ROWS = {"fp8": 4, "int4": 32}
 _BITS = {"fp8": 8, "int4": 4}  # of the formats that fenceline_kernel multiplies
 # Of Triton's product in int4, as in the table of measurements: a tile of more warps and rows than any guess has.
 _LARGE_TILE: Mapping[str, Any] = {"block_n": 128, "num_warps": 8, "num_stages": 3}
+_LARGE_GPU = 132  # multiprocessors, for which K is split in a fixed order
 _MULTIPLE = 16  # both sides of a matrix must be multiples of this for _scaled_mm
 _ROW_MULTIPLE = 4  # with scales for blocks, the number of rows must be a multiple of this
 _TOLERANCE = 0.02  # of the probe, relative to the product's size; a wrong layout of scales is off by tens of percent
@@ -73,7 +77,7 @@ class QuantizedProducts:
         cuda_product: CudaQuantizedProduct | None = None,
         table: SkinnyTable | None = None,
         multiplies_fp8: bool = True,
-        int4: Int4Workspace | None = None,
+        int4: SplitWorkspace | None = None,
     ) -> None:
         """``row_scaled``, ``block_scaled``: torch's FP8 products for weights with a scale for each row or for each
         block of 128 x 128; ``cuda_product``: that of fenceline_kernel. None: there is none for this GPU. ``table``: the
@@ -190,6 +194,40 @@ class QuantizedProducts:
             return F.linear(x, stored.dequantized(x.dtype))
         plain = dequantize(stored.data, stored.scales, stored.zeros, stored.group, stored.shape[1], x.dtype)
         return F.linear(x, plain)
+
+
+class FixedQuantizedProducts(QuantizedProducts):
+    """Products of any number of rows whose sums have a fixed order, see ``fixed_linear``: in FP8 and in int4 on the
+    stored numbers where the GPU can do that, otherwise with the matrix made plain."""
+
+    def __init__(self, capability: tuple[int, int], workspace: SplitWorkspace, fp8: bool, int4: bool) -> None:
+        """``fp8``, ``int4``: whether these products on stored numbers may be used."""
+        super().__init__(1, capability, None, None, multiplies_fp8=fp8, int4=workspace if int4 else None)
+        self._workspace = workspace
+
+    def few_rows(
+        self, x: torch.Tensor, stored: QuantizedFormat, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``QuantizedProducts``; all rows are few."""
+        x = x.contiguous()
+        if isinstance(stored, Fp8Format) and self._multiplies_fp8:
+            norm = fusion.norm_weight, fusion.eps
+            numbers, x_scales = quantize_rows(x, stored.group, stored.input_scale, *norm, self._pdl)
+            fusion = replace(fusion, norm_weight=None)
+            matrix = stored.data, stored.scales, stored.group
+            return fixed_scaled_linear(numbers, x_scales, *matrix, self._workspace, x.dtype, fusion, out, self._pdl)
+        if self._int4 is not None and len(x) and int4_takes(x, stored):
+            assert stored.zeros is not None
+            split = guess_int4(1, stored, _LARGE_GPU, self._pdl).split
+            config = replace(guess_int4(len(x), stored, 1, self._pdl), split=split, looped=len(x) > MAX_ROWS)
+            return int4_linear(
+                x, stored.data, stored.scales, stored.zeros, stored.group, config, self._workspace, fusion, out
+            )
+        if stored.kind == "fp8" and not self._converts_fp8:
+            plain = stored.dequantized(x.dtype)
+        else:
+            plain = dequantize(stored.data, stored.scales, stored.zeros, stored.group, stored.shape[1], x.dtype)
+        return fixed_linear(x, plain, self._workspace, fusion, out, self._pdl)
 
 
 class CudaQuantizedWeight(QuantizedWeight):
@@ -327,7 +365,7 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
     if product is not None and not _agrees(device, product, kind):
         product = None
     gpu = gpu_traits(device, product is not None)
-    int4 = Int4Workspace(device) if kind == "int4" and gpu.capability[0] == 9 else None
+    int4 = SplitWorkspace(device) if kind == "int4" and gpu.capability[0] == 9 else None
     if int4 is not None and not _multiplies_int4(device, int4):
         int4 = None
     return QuantizedProducts(
@@ -342,7 +380,15 @@ def find_quantized_products(device: torch.device, kind: str) -> QuantizedProduct
     )
 
 
-def _multiplies_int4(device: torch.device, workspace: Int4Workspace) -> bool:
+def find_fixed_products(device: torch.device, kind: str, workspace: SplitWorkspace) -> FixedQuantizedProducts:
+    """The products in a fixed order with weights of ``kind`` for ``device``. They are tried."""
+    capability = torch.cuda.get_device_capability(device)
+    fp8 = kind == "fp8" and capability >= (8, 9) and _multiplies_fp8(device, capability)
+    int4 = kind == "int4" and capability[0] == 9 and _multiplies_int4(device, workspace)
+    return FixedQuantizedProducts(capability, workspace, fp8, int4)
+
+
+def _multiplies_int4(device: torch.device, workspace: SplitWorkspace) -> bool:
     """Whether Triton's product with a weight in int4 runs on ``device`` and is right: gated and behind a norm, which
     puts x into another order, with K split and added to a residual, and with large tiles. If not, this is logged."""
     draw = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))

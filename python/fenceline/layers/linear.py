@@ -181,7 +181,12 @@ class WideNorm:
         if self.shard.size == 1:
             return self.kernels.rms_norm(x.contiguous(), self.weight, self.eps)
         wide = x.float()
-        squares = self.shard.all_reduce(wide.square().sum(-1, keepdim=True))
+        squares = wide.square()
+        if self.kernels.fixed_order:
+            squares = self.kernels.router_logits(squares, torch.ones_like(squares[:1]))
+        else:
+            squares = squares.sum(-1, keepdim=True)
+        squares = self.shard.all_reduce(squares)
         # If ranks share a head, each of them has added its squares. So the divisor counts the head as often.
         mean = squares / (self.part.size * self.shard.size)
         return (wide * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight

@@ -87,10 +87,10 @@ def plain_of(stored: Int4Format) -> torch.Tensor:
 
 
 def check_product(cut: str, fusion_name: str) -> None:
-    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace, int4_linear
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, SplitWorkspace, int4_linear
     from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 
-    workspace = Int4Workspace(torch.device("cpu"))
+    workspace = SplitWorkspace(torch.device("cpu"))
     sizes, rest = CUTS[cut]
     config = Int4Config(*sizes, launch_pdl=False, **rest)
     tried = 0
@@ -127,7 +127,7 @@ def check_product(cut: str, fusion_name: str) -> None:
 
 def check_ends() -> None:
     """Every number from 0 to 15 with every zero point from 0 to 16, the largest that a checkpoint of GPTQ has."""
-    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace, int4_linear
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, SplitWorkspace, int4_linear
 
     numbers = torch.arange(16).repeat(32, 2).to(torch.uint8)
     numbers = torch.stack([row.roll(shift) for shift, row in enumerate(numbers)])
@@ -136,7 +136,7 @@ def check_ends() -> None:
     want = (numbers.float() - zeros).t()
     for reorder in (False, True):
         config = Int4Config(64, 32, 32, 4, 2, reorder=reorder, launch_pdl=False)
-        workspace = Int4Workspace(torch.device("cpu"))
+        workspace = SplitWorkspace(torch.device("cpu"))
         got = int4_linear(x, Int4Format.pack(numbers), scales, zeros, 32, config, workspace)
         assert torch.equal(got, want), reorder
 
@@ -156,7 +156,7 @@ def check_reordering() -> None:
 
 def check_choice() -> None:
     from fenceline.layers import cuda_quantized
-    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, Int4Workspace
+    from fenceline.layers.kernels.triton.int4_gemm import Int4Config, SplitWorkspace
     from fenceline.layers.skinny_table import CudaConfig, GpuTraits, SkinnyTable, choice_to_json, load_table, table_key
 
     calls: list[Int4Config] = []
@@ -166,7 +166,7 @@ def check_choice() -> None:
         calls.append(config)
         return x.new_zeros(len(x), len(data))
 
-    workspace = Int4Workspace(torch.device("cpu"))
+    workspace = SplitWorkspace(torch.device("cpu"))
     measured = Int4Config(128, 32, 64, 8, 3, split=2, reorder=True)
     gpu = GpuTraits("", 132, (9, 0), has_cuda_kernels=True)
     key = table_key(256, 64, 256, False, "int4/64")
@@ -217,7 +217,7 @@ def check_choice() -> None:
 
 def check_trial() -> None:
     from fenceline.layers import cuda_quantized
-    from fenceline.layers.kernels.triton.int4_gemm import Int4Workspace
+    from fenceline.layers.kernels.triton.int4_gemm import SplitWorkspace
 
     factor = 1.0
     tried_cuts: list[Any] = []
@@ -239,7 +239,7 @@ def check_trial() -> None:
             y = F.silu(gate) * up
         return y if fusion.residual is None else fusion.residual + y
 
-    workspace = Int4Workspace(torch.device("cpu"))
+    workspace = SplitWorkspace(torch.device("cpu"))
     cuda_quantized.int4_linear, right = product, cuda_quantized.int4_linear
     try:
         for tried, used in ((1.0, True), (1.1, False), (0.0, False)):
@@ -263,7 +263,7 @@ def ptx_of(sizes: tuple[int, int, int, int, int], capability: int = 90, x: str =
     block_n, block_rows, block_k, num_warps, num_stages = sizes
     fixed: dict[str, Any] = {
         "K": 4096, "GROUP": 128, "HAS_BIAS": True, "GATED": True, "ADD": False, "BLOCK_N": block_n,
-        "BLOCK_ROWS": block_rows, "BLOCK_K": block_k, "SPLIT": 1, "REORDERED": False,
+        "BLOCK_ROWS": block_rows, "BLOCK_K": block_k, "SPLIT": 1, "PROGRAMS": 1, "REORDERED": False,
         "PACKED": x == "bf16", "PDL": capability >= 90, "row_stride": 1,
     } | constants  # fmt: skip
     types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{x}")
@@ -311,7 +311,7 @@ def check_machine_code(name: str) -> None:
     """The left side of each product is in registers, and all products of a block have ended before the registers are
     written again: a loop carries no product over its end."""
     sizes = VARIANTS[name]
-    for constants in ({}, {"REORDERED": True}, {"SPLIT": 2, "GATED": False, "ADD": True}):
+    for constants in ({}, {"REORDERED": True}, {"SPLIT": 2, "PROGRAMS": 2, "GATED": False, "ADD": True}):
         ptx = ptx_of(sizes, **constants)
         products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)\S*\s+\{[^}]*\},\s*(\S)", ptx)
         assert len(products) == sizes[2] // 16, products

@@ -89,6 +89,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
     one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512}
     rows = {"HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "ROWS": 32}
+    rows |= {"SEGMENTS": 0, "PROGRAMS": 1}
     scaled = {**rows, "GROUP": 0, "SCALED": True}
     dense = {**rows, "GROUP": 0, "SCALED": False, "x_scales_ptr": None, "scales_ptr": None}
     rounded = {"HAS_NORM": True, "HAS_SCALE": False, "GROUPS": 32, "SIZE": 128, "scale_ptr": None}

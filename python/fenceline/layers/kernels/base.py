@@ -90,6 +90,10 @@ class LayerKernels:
     All run on the current stream and, except on a CPU, never make the host wait. Activations are contiguous [T,
     features] in the model's dtype; sums are at least float32."""
 
+    fixed_order = False
+    """Whether the bits of a row's results do not depend on the other rows and their number, nor on how rows are
+    padded."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last axis, x [..., D] → a new tensor of its shape. ``weight`` may be float32."""
         if weight.dtype == x.dtype:

@@ -32,10 +32,9 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
-from fenceline.layers.kernels.triton.skinny_gemm import PLAIN, Fusion
+from fenceline.layers.kernels.triton.skinny_gemm import MAX_SPLIT_TILES, PLAIN, Fusion, SplitWorkspace
 
 MAX_INT4_ROWS = 512  # for more, making the matrix plain first was always faster
-_MAX_TILES = 1 << 14  # of a product whose K is split
 _MAGIC = tl.constexpr(0x43004300)  # two bfloat16 of 128; the low bits of each half count in ones
 _MINUS_MAGIC = tl.constexpr(0xC300C300 - (1 << 32))
 _ONES = tl.constexpr(0x3F803F80)
@@ -45,7 +44,8 @@ _TWICE = tl.constexpr(0x00010001)  # copies 16 bits to both halves
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """How a product is divided: ``block_n`` rows of the weight, ``block_rows`` rows of x and ``block_k`` inputs at a
-    time, powers of two of at least 64, 16 and 32; ``block_k`` is at most the group. ``split`` programs share K.
+    time, powers of two of at least 64, 16 and 32; ``block_k`` is at most the group. ``split`` programs share K;
+    if ``looped``, one program computes their parts in turn, and the sums are the same.
 
     ``reorder``: x is copied into the order in which lanes read words.
     ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 and
@@ -58,17 +58,9 @@ class Int4Config:
     num_warps: int
     num_stages: int
     split: int = 1
+    looped: bool = False
     reorder: bool = False
     launch_pdl: bool = True
-
-
-class Int4Workspace:
-    """The counters of products whose K is split, on ``device``. Launches that share a workspace must be on one stream.
-    Only a launch with ``split`` > 1 uses it, and only after its wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        # How many of a tile's programs are done. Zero between launches.
-        self.num_done = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def int4_linear(
@@ -78,7 +70,7 @@ def int4_linear(
     zeros: torch.Tensor,
     group: int,
     config: Int4Config,
-    workspace: Int4Workspace,
+    workspace: SplitWorkspace,
     fusion: Fusion = PLAIN,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -110,16 +102,16 @@ def int4_linear(
     row_blocks = triton.cdiv(num_rows, config.block_rows)
     tiles = triton.cdiv(width, config.block_n) * row_blocks
     split = config.split
-    partial = out
-    if split > 1:
-        assert tiles <= _MAX_TILES, tiles
+    partial, programs = out, 1 if config.looped else split
+    if programs > 1:
+        assert tiles <= MAX_SPLIT_TILES, tiles
         partial = x.new_empty(tiles, split, config.block_n, config.block_rows, dtype=torch.float32)
-    _int4_kernel[(tiles * split,)](
+    _int4_kernel[(tiles * programs,)](
         x, data.view(torch.int32), scales, zeros, fusion.bias, out, partial, workspace.num_done, num_rows, row_blocks,
         num_out, *scales.stride(), K=k, GROUP=group, HAS_BIAS=fusion.bias is not None, GATED=fusion.gated,
         ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_ROWS=config.block_rows, BLOCK_K=config.block_k,
-        SPLIT=split, REORDERED=config.reorder, PACKED=x.dtype == torch.bfloat16, PDL=config.launch_pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+        SPLIT=split, PROGRAMS=programs, REORDERED=config.reorder, PACKED=x.dtype == torch.bfloat16,
+        PDL=config.launch_pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
     )  # fmt: skip
     return out
 
@@ -176,12 +168,12 @@ def _int4_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, num_done_ptr, num_rows, row_blocks,
     num_out, row_stride, group_stride, K: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, REORDERED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, REORDERED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, K], weight [num_out or 2 num_out, K] → out [num_rows, num_out]. PACKED: x is bfloat16, and two
     numbers are made plain at a time."""
     # The programs of the same rows of the weight are adjacent, so that it is read from memory once.
-    split, tile = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT
+    split, tile = tl.program_id(0) % PROGRAMS, tl.program_id(0) // PROGRAMS
     first, block = tile // row_blocks * BLOCK_N, tile % row_blocks
     i = tl.arange(0, BLOCK_N)
     n = _row_of(i, first, num_out, GATED)
@@ -193,6 +185,9 @@ def _int4_kernel(
     span: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of K, for each program
     begin = split * span
     end = begin + span if span * SPLIT == K else tl.minimum(begin + span, K)
+    if PROGRAMS < SPLIT:
+        end = K
+        total = tl.zeros([BLOCK_N, BLOCK_ROWS], tl.float32)
 
     words_ptrs = words_ptr + n[:, None] * (K // 8) + words_at[None, :]
     x_ptrs = x_ptr + row[None, :] * K + cols[:, None]
@@ -225,8 +220,14 @@ def _int4_kernel(
         acc += tl.dot(weight, x, input_precision="ieee") * scales
         scales = next_scales
         zeros = next_zeros
+        if PROGRAMS < SPLIT:  # noqa: SIM102 - known when compiling
+            if (k + BLOCK_K) % span == 0:
+                total += acc
+                acc = tl.zeros([BLOCK_N, BLOCK_ROWS], tl.float32)
+    if PROGRAMS < SPLIT:
+        acc += total
 
-    if SPLIT > 1:
+    if PROGRAMS > 1:
         place = i[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
         partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT * BLOCK_N * BLOCK_ROWS) + place
         tl.store(partial_ptrs + split * (BLOCK_N * BLOCK_ROWS), acc)

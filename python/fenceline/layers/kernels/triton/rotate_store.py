@@ -30,6 +30,7 @@ def rotate_and_store(
     v_cache: torch.Tensor,
     out_slots: torch.Tensor,
     kv_scales: KVScales = ONE,
+    fixed: object = None,
     pdl: bool = False,
 ) -> None:
     """See ``LayerKernels.rotate_and_store``.
@@ -37,8 +38,8 @@ def rotate_and_store(
     qkv [T, size of ``heads``] and both caches [num_slots, num_kv_heads, head_dim] are contiguous, of one dtype or the
     caches in FP8; table [max_positions, 3 * head_dim / 2] float32 is contiguous; positions and out_slots [T] int64 must
     be in range (not checked). Slots of padded tokens may repeat; it is undefined which token's bytes stay there.
-    Current stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads positions, out_slots, table and the norms'
-    weights before its wait.
+    Current stream, no host synchronisation. ``fixed``: unless None, tiles do not depend on the number of tokens.
+    ``pdl``: see ``rms_norm``; reads positions, out_slots, table and the norms' weights before its wait.
     """
     num_tokens, width = qkv.shape
     head_dim = heads.head_dim
@@ -53,7 +54,7 @@ def rotate_and_store(
     assert positions.is_contiguous() and out_slots.is_contiguous()
     if num_tokens == 0:
         return
-    tile = _SMALL_TILE if num_tokens <= _FEW_TOKENS else _LARGE_TILE
+    tile = _SMALL_TILE if num_tokens <= _FEW_TOKENS or fixed is not None else _LARGE_TILE
     blocks, variant = _variant(heads.num_heads, heads.num_kv_heads, half, tile, norms is not None, rounds, pdl)
     q_weight, k_weight, eps = None, None, 0.0
     if norms is not None:

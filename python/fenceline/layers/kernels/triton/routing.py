@@ -19,6 +19,7 @@ from triton.language.extra import cuda as tl_cuda
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.layers.kernels.triton.skinny_gemm import SplitWorkspace, fixed_linear
 
 TOKENS_A_PROGRAM = 32
 _FEW_TOKENS = 16  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them
@@ -28,10 +29,14 @@ _LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exi
 _TORCH = LayerKernels()
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """See ``LayerKernels.router_logits``. x and weight contiguous. Current stream, no host synchronisation. ``pdl``:
-    see ``rms_norm``; reads ``weight`` before its wait."""
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, fixed: SplitWorkspace | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """See ``LayerKernels.router_logits``. x and weight contiguous. Current stream, no host synchronisation. ``fixed``:
+    sums have a fixed order. ``pdl``: see ``rms_norm``; reads ``weight`` before its wait."""
     num_tokens, k = x.shape
+    if fixed is not None:
+        return fixed_linear(x.float(), weight, fixed, pdl=pdl)
     if not 0 < num_tokens <= _FEW_TOKENS:
         return F.linear(x.float(), weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.dtype == torch.float32
@@ -47,10 +52,11 @@ def route(
     out_slots: torch.Tensor,
     num_sink_slots: int,
     experts: ExpertsConfig,
+    fixed: object = None,
     pdl: bool = False,
 ) -> Routing:
-    """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``;
-    reads nothing before its wait."""
+    """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation. ``fixed``: unless None, few
+    tokens too have tiles of the full size. ``pdl``: see ``rms_norm``; reads nothing before its wait."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0 or experts.num_groups > 1:
         return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
@@ -58,7 +64,7 @@ def route(
     ids = torch.empty(num_tokens, experts.top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
     order, ends = ids.new_empty(ids.numel()), ids.new_empty(num_experts, dtype=torch.int32)
-    if num_programs == 1:
+    if num_programs == 1 and fixed is None:
         _launch(logits, correction, out_slots, num_sink_slots, experts, ids, weights, order, ends, None, pdl)
     else:
         counts = ends.new_empty(num_programs, num_experts)
@@ -106,7 +112,7 @@ def _launch(
 ) -> None:
     assert logits.is_contiguous() and out_slots.is_contiguous() and logits.dtype == torch.float32
     num_tokens, num_experts = logits.shape
-    rows = min(TOKENS_A_PROGRAM, triton.next_power_of_2(num_tokens))
+    rows = TOKENS_A_PROGRAM if counts is not None else min(TOKENS_A_PROGRAM, triton.next_power_of_2(num_tokens))
     variant = _route_variant(
         num_experts, experts.top_k, rows, experts.sigmoid, experts.renormalise, correction is None, pdl
     )
