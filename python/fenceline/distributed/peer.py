@@ -42,11 +42,12 @@ class PeerBackend:
     """See ``memory_order.CollectiveBackend``. ``others`` is a back end of the same ranks, all on one host, for
     operations that our own kernels do not take."""
 
-    def __init__(self, others: NcclBackend | StagedBackend, device: torch.device) -> None:
-        """All ranks make one together. If a GPU cannot reach another one's memory, or the kernels cannot be compiled or
-        give wrong results, all ranks use ``others`` for everything."""
+    def __init__(self, others: NcclBackend | StagedBackend, device: torch.device, fuses_norm: bool = True) -> None:
+        """All ranks make one together. ``fuses_norm``: whether ``all_reduce_add_norm`` may be used, whose norm is not
+        bit by bit that of messages too large for it. If a GPU cannot reach another one's memory, or the kernels cannot
+        be compiled or give wrong results, all ranks use ``others`` for everything."""
         self.rank, self.size = others.rank, others.size
-        self._others, self._device = others, device
+        self._others, self._device, self._fuses_norm = others, device, fuses_norm
         self._own: PeerAllReduce | None = None
         if PeerAllReduce is None:
             return
@@ -148,7 +149,13 @@ class PeerBackend:
         """See ``memory_order.CollectiveBackend``. One launch, for ``x`` that fits one shot, rows of at most 32 KB and a
         weight of the same dtype; else None."""
         own, row = self._own, x[0].nbytes if x.dim() == 2 and len(x) else 0
-        if own is None or not own.takes(x) or x.nbytes > own.one_shot_bytes or weight.dtype is not x.dtype:
+        if (
+            own is None
+            or not self._fuses_norm
+            or not own.takes(x)
+            or x.nbytes > own.one_shot_bytes
+            or weight.dtype is not x.dtype
+        ):
             return None
         if row == 0 or row % 16 or row > _MAX_ROW_BYTES:
             return None

@@ -15,7 +15,8 @@ class OutputLogprobs:
     W tokens that each row asks for by id (``named_ids``), in the same order.
 
     The values are always finite, so that they can be sent as JSON: a probability of 0 (a masked token, a row of NaN)
-    becomes float32's lowest number. Alternatives with equal logprobs are in no particular order.
+    becomes float32's lowest number. On a GPU alternatives with equal logprobs are in the order of their ids, elsewhere
+    in no particular order.
     """
 
     chosen: torch.Tensor  # [N] float32
@@ -38,12 +39,12 @@ def token_logprobs(
     num_top = min(top_k, logits.shape[1])
     chosen, values, ids, named = [], [], [], []
     for rows in row_chunks(num_rows, logits.shape[1]):
-        logprobs = torch.log_softmax(take_rows(logits, index, rows), dim=-1, dtype=torch.float32)
+        logprobs = _log_softmax(take_rows(logits, index, rows))
         chosen.append(logprobs.gather(1, take_rows(token_ids, index, rows)[:, None]).squeeze(1))
         if num_top:
-            top = logprobs.topk(num_top, dim=-1)
-            values.append(top.values)
-            ids.append(top.indices)
+            best_ids = logprobs.topk(num_top, dim=-1).indices if logits.is_cpu else first_of_best(logprobs, num_top)
+            values.append(logprobs.gather(1, best_ids))
+            ids.append(best_ids)
         if named_ids is not None:
             named.append(logprobs.gather(1, named_ids[rows]))
     if not chosen:
@@ -57,6 +58,25 @@ def token_logprobs(
         torch.cat(ids),
         _finite(torch.cat(named)) if named else None,
     )
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Of each row of ``logits`` [N, V], in float32. The bits do not depend on the other rows."""
+    if not logits.is_cuda:
+        return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    from fenceline.layers.kernels.triton.log_sums import log_sums
+
+    largest, sums = log_sums(logits.contiguous())
+    return (logits - largest[:, None]).sub_(sums[:, None])
+
+
+def first_of_best(logprobs: torch.Tensor, num: int) -> torch.Tensor:
+    """The ids of the ``num`` largest entries of each row of ``logprobs`` [N, V] float32, the largest first, and of
+    equal ones that with the lowest id. (How torch's operator breaks ties on a GPU depends on the number of rows.)"""
+    # No logprob is above 0. So of their magnitudes, in the high bits of a key, the smallest are the best.
+    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+    keys = (_finite(logprobs).abs().view(torch.int32).long() << 32).add_(ids)
+    return keys.topk(num, dim=-1, largest=False).values & 0xFFFFFFFF
 
 
 def prompt_logprobs(

@@ -317,7 +317,9 @@ def join_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device)
             others = StagedBackend(GlooBackend(rank, num_ranks, meeting, interface))
         else:
             others = NcclBackend(rank, num_ranks, meeting, device.torch_device, interface)
-        backend = PeerBackend(others, device.torch_device) if args.nnodes == 1 else others
+        fuses_norm, backend = not args.enable_deterministic_inference, others
+        if args.nnodes == 1:
+            backend = PeerBackend(others, device.torch_device, fuses_norm)
     else:
         from fenceline.distributed.gloo import GlooBackend
 
