@@ -139,15 +139,14 @@ def make_driver(
 def make_model_driver(
     num_rows: int = 8, device: str = "cpu", rank: tuple[Device, Shard] | None = None, **flags: object
 ) -> Driver:
-    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields. ``rank``: the
-    device and the part of the model of one of several ranks."""
+    """A scheduler over the real ModelRunner with the demo model, in fp32 by default; ``flags`` are ServerArgs fields.
+    ``rank``: the device and the part of the model of one of several ranks."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
-    flags = sizes | {"random_seed": 1, "model_path": fenceline.demo_model_path()} | flags
+    flags = sizes | {"random_seed": 1, "dtype": "float32", "model_path": fenceline.demo_model_path()} | flags
     opened, shard = rank or (open_device(device), Shard())
     config = resolve(
         ServerArgs(
             device=device,
-            dtype="float32",
             max_running_requests=num_rows,
             tp_size=shard.size,
             **flags,  # type: ignore[arg-type]

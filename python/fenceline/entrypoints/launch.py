@@ -191,11 +191,6 @@ def _explain_flags(config: EngineConfig) -> None:
             "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",
             config.model.architecture,
         )
-    if config.server_args.enable_deterministic_inference and config.device == "cuda":
-        logger.warning(
-            "--enable-deterministic-inference: in %s answers may depend on the rest of a batch; use --dtype float32",
-            config.model.dtype,
-        )
 
 
 def launch_processes(

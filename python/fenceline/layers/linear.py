@@ -183,7 +183,7 @@ class WideNorm:
         wide = x.float()
         squares = wide.square()
         if self.kernels.fixed_order:
-            squares = self.kernels.router_logits(squares, torch.ones_like(squares[:1]))
+            squares = self.kernels.router_logits(squares, squares.new_ones(1, squares.shape[1]))
         else:
             squares = squares.sum(-1, keepdim=True)
         squares = self.shard.all_reduce(squares)

@@ -57,6 +57,8 @@ def try_products(
 class FixedOrderKernels(LayerKernels):
     """``LayerKernels`` by ``linear``, and without the operators whose last elements round differently."""
 
+    fixed_order = True
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, weight, bias)
 

@@ -32,7 +32,7 @@ def _variant(vocab_size: int) -> KernelVariant:
 
 
 # Rows that begin at any address are added up by the same machine code.
-@triton.jit(do_not_specialize_on_alignment=["logits"])
+@triton.jit(do_not_specialize_on_alignment=["logits", "largest", "sums"])
 def _log_sums_kernel(logits, largest, sums, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
