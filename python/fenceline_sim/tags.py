@@ -123,8 +123,11 @@ class Account:
 class SlotMemory:
     """A piece of memory with KV slots, in the order of their bytes: what each slot is for, and what it holds."""
 
-    def __init__(self, name: str, page_size: int, parts: Mapping[int, Layout]) -> None:
-        """``parts``: the bytes of each part in the memory, uint8 [num_pages, bytes of a page's part], by its number."""
+    def __init__(self, name: str, page_size: int, parts: Mapping[int, Layout], ops: list[Operation | None]) -> None:
+        """``parts``: the bytes of each part in the memory, uint8 [num_pages, bytes of a page's part], by its number.
+        ``ops``: None, and the operations that have written to any memory of the engine. Arrays have their places there:
+        Python's garbage collector does not look into arrays of objects."""
+        self._ops = ops
         self.name = name
         self.page_size = page_size
         starts, numbers, pages, offsets = [], [], [], []
@@ -140,8 +143,8 @@ class SlotMemory:
         self._starts = np.concatenate(starts)[order]
         self.part, self.page, self.offset = (np.concatenate(a)[order] for a in (numbers, pages, offsets))
         self.held: I64 = np.full(len(order), _NOTHING, np.int64)
-        self.writers = np.full(len(order), None, object)  # the operation that put it there
-        self.origins = np.full(len(order), None, object)  # the operation that computed it
+        self.writers: I64 = np.zeros(len(order), np.int64)  # the operation that put it there
+        self.origins: I64 = np.zeros(len(order), np.int64)  # the operation that computed it
         self._of_layout: dict[Layout, I64] = {}
 
     def slots(self, access: Access) -> I64:
@@ -171,7 +174,17 @@ class SlotMemory:
     def write(self, slots: I64, tags: I64 | int, op: Operation) -> None:
         """``op`` has computed the present contents of ``slots``."""
         self.held[slots] = tags
-        self.writers[slots] = self.origins[slots] = op
+        self.writers[slots] = self.origins[slots] = self.number_of(op)
+
+    def number_of(self, op: Operation) -> int:
+        """The place of ``op``, which writes now, among the operations."""
+        if self._ops[-1] is not op:
+            self._ops.append(op)
+        return len(self._ops) - 1
+
+    def writer(self, slot: int) -> Operation | None:
+        """The operation that put there what it holds; None if that was before the memory was watched."""
+        return self._ops[self.writers[slot]]
 
     def describe(self, slot: int) -> str:
         """``host_pool page 3, token 2 of it``."""
@@ -179,7 +192,7 @@ class SlotMemory:
 
     def history(self, slot: int) -> list[str]:
         """Lines of a report: the operations that wrote there."""
-        writer, origin = self.writers[slot], self.origins[slot]
+        writer, origin = self.writer(slot), self._ops[self.origins[slot]]
         if writer is None:
             return ["  not written since it is watched"]
         lines = [f"  written by {who(writer)}"]
@@ -556,11 +569,12 @@ _NO_ENDS: I64 = np.zeros(0, np.int64)
 
 
 class _Kept(NamedTuple):
-    """A page that storage has: its bytes, the tags of its slots in order, and the operations that computed them."""
+    """A page that storage has: its bytes, the tags of its slots in order, and the operations that computed them, as in
+    ``SlotMemory``."""
 
     digest: bytes
     tags: I64
-    origins: npt.NDArray[np.object_]
+    origins: I64
 
 
 class Tags:
@@ -598,15 +612,16 @@ class Tags:
         self._kept: dict[bytes, list[_Kept]] = {}  # what was written to storage, by key
         self._scheduler: Scheduler | None = None
         self._submitted: Step | None = None
+        ops: list[Operation | None] = [None]
         for number, (name, part) in enumerate(zip(self.part_names, pool.parts, strict=True)):
             tag, layout = memory_of(part)
-            self.memories[tag] = SlotMemory(f"kv_pool.{name}", pool.page_size, {number: layout})
+            self.memories[tag] = SlotMemory(f"kv_pool.{name}", pool.page_size, {number: layout}, ops)
         self.on_device = list(self.memories.values())  # by part
         if runner.hicache is not None:
             host = runner.hicache.host_pool
             self.host_pages = Leases(gpu, host.pages, self.add, whole)
             layouts = {number: layout_of(part) for number, part in enumerate(host.parts)}
-            self._host = SlotMemory("host_pool", pool.page_size, layouts)
+            self._host = SlotMemory("host_pool", pool.page_size, layouts, ops)
             self._host_start = host.buffer.data_ptr()
             host_tag = gpu.pinned.find(host.buffer)
             assert host_tag is not None, "the host tier is pinned"
@@ -769,7 +784,8 @@ class Tags:
 
     def carry(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
         """``op`` has copied slots ``a`` of ``source`` to ``b`` of ``target``."""
-        target.held[b], target.origins[b], target.writers[b] = source.held[a], source.origins[a], op
+        target.held[b], target.origins[b] = source.held[a], source.origins[a]
+        target.writers[b] = target.number_of(op)
 
     def storing(self, keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> None:
         """The bytes of host pages are about to be written to storage."""
@@ -856,7 +872,7 @@ class Tags:
         if source is not None:
             memory, slot = source
             lines.append(f"  from {memory.describe(slot)}")
-        writer = memory.writers[slot]
+        writer = memory.writer(slot)
         if writer is not op:
             lines += memory.history(slot)
             places[:0] = [] if writer is None else [str(writer.place)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -21,10 +23,12 @@ from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor.drafts import HiddenDraft, LayerDraft, WholeDraft
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.speculative.kv_rows import KVMover
+from fenceline_proof import runs
 from fenceline_proof.runs import ANSWERS, Trial, run
 from fenceline_proof.script import Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import trees_under_windows
 from fenceline_proof.workloads import WORKLOADS
+from fenceline_sim import VirtualGpu, use
 from fenceline_sim.errors import OwnershipError, TagError
 
 torch.set_num_threads(1)
@@ -189,6 +193,24 @@ def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch,
     outcome = run(Trial("two", 2))
     assert outcome.checker == checker, outcome.report
     assert re.search(report, outcome.report), outcome.report
+
+
+def test_the_engine_of_a_wrong_slot_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that still waits on a stream refers to the tags, and these to the work that has written each slot."""
+    gpus: list[weakref.ref[VirtualGpu]] = []
+
+    def noting(*args: Any, **options: Any) -> VirtualGpu:
+        gpu = VirtualGpu(*args, **options)
+        gpus.append(weakref.ref(gpu))
+        return gpu
+
+    monkeypatch.setattr(runs, "VirtualGpu", noting)
+    monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests("EAGLE3")))
+    _rows_one_too_late(monkeypatch)
+    assert run(Trial("two", 2)).checker == TAGS
+    use(VirtualGpu())
+    gc.collect()
+    assert [gpu() for gpu in gpus] == [None]
 
 
 @pytest.mark.parametrize("draft", ["NEAR", "ITSELF"])
