@@ -17,7 +17,7 @@ from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.tool_call_parser import JSON_CALLS, Arguments, CallBegun, Content, ToolCallParser
 
 _AT_ONCE = 64  # with a schema
-_AMBIGUOUS = 'root ::= ("a" | "aa" | root root root)+ "b"'
+_AMBIGUOUS = 'root ::= s "b"\ns ::= "a" | s s | s s s'
 _FLAGS = {
     "model_path": "demo",
     "random_seed": 1,  # of random weights
