@@ -25,7 +25,6 @@ from fenceline.ipc.io_struct import (
     UpdateWeightsReq,
 )
 from fenceline_proof.oracle import Answer, Oracle, Query, is_stuck
-from fenceline_proof.script import MISFIT
 from fenceline_proof.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
@@ -114,7 +113,7 @@ class Transcript:
                     self.received(AbortReq(abort_all=True))
             case ContinueGenerationReq():
                 self._paused = self._quiet = False
-            case UpdateWeightsReq(weight_version=label) if label != MISFIT:
+            case UpdateWeightsReq():
                 if message.abort_all_requests:
                     self.received(AbortReq(abort_all=True))
                 self._paused |= message.keep_pause
@@ -346,6 +345,3 @@ def _describe(reason: FinishReason | None) -> str:
         return "nothing"
     extra = reason.matched if reason.type == "stop" else reason.message or ""
     return f"{reason.type} {extra}".strip()
-
-
-__all__ = ["MAX_CLOSE_SHARE", "Exchange", "Findings", "Transcript"]

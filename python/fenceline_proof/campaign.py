@@ -15,7 +15,7 @@ from itertools import chain, count, islice
 import torch
 
 from fenceline.memory_order.edges import EDGES, ROWS, edge_of
-from fenceline_proof.arms import Arm, Row, judge, unarmed_rows
+from fenceline_proof.arms import Arm, judge, unarmed_rows
 from fenceline_proof.events import EVENTS
 from fenceline_proof.everything import EVERYTHING
 from fenceline_proof.runs import Outcome, Trial, run
@@ -255,6 +255,3 @@ def prepare() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION)
-
-
-__all__ = ["Plan", "Row", "carry_out", "explore", "prepare"]

@@ -178,8 +178,9 @@ class Watch:
         self._scheduler = scheduler
         self._in_fp8 = scheduler.config.server_args.kv_cache_dtype == "fp8_e4m3"
         memory = scheduler.memory
+        gone = "a step for a request that has left"
         around(scheduler, "launch", after=self._launched)
-        around(scheduler, "publish", before=self._publishes)
+        around(scheduler, "publish", before=lambda flight: self.note(gone, any(req.left for req in flight.reqs)))
         around(scheduler.masks, "fill_masks", before=self._fills)
         around(scheduler.masks, "sample_early", after=self._sampled_early)
         around(scheduler.masks, "stuck", before=self._sampled_late)
@@ -187,10 +188,14 @@ class Watch:
         around(scheduler.population, "retract", before=self._retracts)
         around(memory, "with_remaps", before=self._remaps)
         around(scheduler.control, "flush", after=self._flushed)
-        around(scheduler.control, "pause", before=self._pauses)
+        around(scheduler.control, "pause", before=lambda mode: self.note(f"pause by {mode}", len(scheduler.running)))
         around(scheduler.control, "update_weights", before=self._updates, after=self._updated)
         around(scheduler.stats, "preempted", before=lambda victims: self.note("preemption"))
-        around(scheduler.control, "flush_when_idle", before=self._falls_idle)
+        around(
+            scheduler.control,
+            "flush_when_idle",
+            before=lambda: self.note("flush that waited", scheduler.control._flushes),
+        )
         self._speculates = scheduler.config.speculative is not None
         if self._speculates:
             self._watch_speculation()
@@ -269,9 +274,6 @@ class Watch:
         self.note("mask of a request that has left", any(req.left for req in mine))
         self.note("return with a grammar", any(req.num_retractions and not req.left for req in mine))
 
-    def _publishes(self, flight: InFlight) -> None:
-        self.note("a step for a request that has left", any(req.left for req in flight.reqs))
-
     # --- speculation ---------------------------------------------------------------------------------
 
     def _watch_speculation(self) -> None:
@@ -333,12 +335,6 @@ class Watch:
         self.note("retracted twice", req.num_retractions == 1)
         self.note("retraction while speculating", req.num_verified)
 
-    def _falls_idle(self) -> None:
-        self.note("flush that waited", self._scheduler.control._flushes)
-
-    def _pauses(self, mode: str) -> None:
-        self.note(f"pause by {mode}", len(self._scheduler.running))
-
     def _updates(self, message: UpdateWeightsReq) -> None:
         self._runs = len(self._scheduler.running)
 
@@ -396,7 +392,9 @@ class Watch:
         around(tree, "_adopt", after=lambda num, *args: self.note("adopted page", num))
         around(tree, "begin_backup", after=self._began_backup)
         around(tree, "_drop", before=lambda node: self.note("a node leaves every tier"))
-        around(tree, "_leave_device", before=self._leaves_device)
+        around(
+            tree, "_leave_device", before=lambda node: self.note("a node in transit leaves the device", node.transfers)
+        )
         if tree._spill is not None:
             around(tree, "_spill", before=lambda nodes: self.note("write-back"))
         around(tiers, "offload", after=lambda tail, *args: self.note("offloaded tail", tail))
@@ -426,9 +424,6 @@ class Watch:
         self.note("backup while prefixes load", backed_up and loading)
         self.note("write-back under load", backed_up and loading and self._tree._leaving)
         self.note("the host is full", any(node.host_pages is None and node.on_device for node in nodes))
-
-    def _leaves_device(self, node: TreeNode) -> None:
-        self.note("a node in transit leaves the device", node.transfers)
 
     def _drained(self, acks: Sequence[Ack]) -> None:
         for ack in acks:

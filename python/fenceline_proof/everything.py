@@ -371,7 +371,7 @@ def _product(random: Random) -> Scenario:
     if random.random() < 0.5:
         # They are the plain model's.
         keep_pause = random.random() < 0.5
-        script.new_weights(random.randrange(3, 24), misfits=0.2, partly=0.5, keep_pause=keep_pause)
+        script.new_weights(random.randrange(3, 24), partly=0.5, keep_pause=keep_pause)
     elif random.random() < 0.6:
         flags = _with_another_model(random, flags)
     if random.random() < 0.2:  # as much memory as the running requests can use

@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -282,19 +281,11 @@ class Oracle:
         """``rounds_kv``: keys and values are kept in FP8."""
         self.rounds_kv = rounds_kv
         self._models = lru_cache(lambda other: Model(other or folder, rounds_kv))
-        self._max_answers = max_answers
-        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
+        self._answer = lru_cache(max_answers)(partial(Answer, self._models))
 
     def answer(self, query: Query, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
         """``forced``: (index, token) of outputs for which the engine's rounding gave another token."""
-        key = (query, forced)
-        found = self._answers.get(key)
-        if found is None:
-            found = self._answers[key] = Answer(self._models, query, forced)
-            if len(self._answers) > self._max_answers:
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        return found
+        return self._answer(query, forced)
 
 
 # --- from logits to a token ----------------------------------------------------------------------------

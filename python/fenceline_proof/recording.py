@@ -317,6 +317,3 @@ def _tokens(ids: int | Sequence[int], row: int, first: int) -> I64:
 
 def _ints(values: Sequence[int]) -> I64:
     return np.array(values, dtype=np.int64)
-
-
-__all__ = ["Recording", "Step", "read_recording"]

@@ -284,18 +284,3 @@ def explain(outcome: Outcome) -> str:
         f"{len(kept)} of {len(turns)} context switches matter; apart from these the device is as late as possible:"
     ]
     return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(described.lines, 1)])
-
-
-__all__ = [
-    "ANSWERS",
-    "HAPPENS_BEFORE",
-    "INVARIANTS",
-    "Outcome",
-    "Trial",
-    "Verdict",
-    "explain",
-    "named_races",
-    "policy_of",
-    "run",
-    "verdict_of",
-]

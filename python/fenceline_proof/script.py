@@ -11,12 +11,11 @@ from msgspec import structs
 
 from fenceline.ipc.io_struct import ContinueGenerationReq, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline_proof.tiny_model import VOCAB_SIZE, tiny_misfit, tiny_model_path, tiny_part, tiny_weights
+from fenceline_proof.tiny_model import VOCAB_SIZE, tiny_model_path, tiny_part, tiny_weights
 
 Flag = int | float | str | bool | tuple[int, ...]
 Flags = Mapping[str, Flag]
 GRAPH_CONTEXT = 64
-MISFIT = "unfit"  # what weights that are to be refused are called
 # Prefill steps in pieces, of two sizes.
 PIECES: Flags = {"piecewise_cuda_graph_tokens": (4, 8), "context_length": GRAPH_CONTEXT}
 _SIZES = ("max_total_tokens", "max_running_requests", "chunked_prefill_size")
@@ -129,17 +128,12 @@ class Script:
         """``message`` arrives when no request is left, from ``step`` on."""
         self.reactions.append(Reaction(step, "", message))
 
-    def new_weights(
-        self, step: int, misfits: float = 0.0, abort_all: bool = False, partly: float = 0.0, keep_pause: bool = False
-    ) -> None:
-        """The weights are replaced at ``step``, by others or by the first ones; a share of ``misfits`` is refused, and
-        a share of ``partly`` replaces some tensors. With ``keep_pause`` generation is paused afterwards for a few
-        steps."""
+    def new_weights(self, step: int, abort_all: bool = False, partly: float = 0.0, keep_pause: bool = False) -> None:
+        """The weights are replaced at ``step``, by others or by the first ones; a share of ``partly`` replaces some
+        tensors. With ``keep_pause`` generation is paused afterwards for a few steps."""
         self.num_updates += 1
         number = self.random.randrange(3)
         folder, label = tiny_weights(number) if number else tiny_model_path(), str(number)
-        if self.random.random() < misfits:
-            folder, label = tiny_misfit(self.random.choice(("lacks", "shape", "model"))), MISFIT
         message = UpdateWeightsReq(
             id=f"weights {self.num_updates}",
             model_path=folder,
@@ -147,7 +141,7 @@ class Script:
             abort_all_requests=abort_all,
             keep_pause=keep_pause,
         )
-        if partly and label != MISFIT and self.random.random() < partly:
+        if partly and self.random.random() < partly:
             file = tiny_part(max(number, 1))
             message = structs.replace(message, model_path=None, file=file, weight_version=None)
         self.send(step, message)

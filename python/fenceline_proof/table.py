@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import fenceline
@@ -125,21 +125,7 @@ def as_json(proof: Proof) -> dict[str, object]:
     """The object that ``--json`` writes."""
     return {
         "clean": proof.clean,
-        "edges": [
-            {
-                "name": row.name,
-                "kind": row.kind,
-                "status": row.status,
-                "workload": row.workload,
-                "seed": row.seed,
-                "seeds_needed": row.seeds_needed,
-                "seeds_caught": row.num_caught,
-                "seeds_run": row.num_runs,
-                "caught_by": row.caught_by,
-                "report": row.report,
-            }
-            for row in proof.rows
-        ],
+        "edges": [{**asdict(row), "seeds_caught": row.num_caught, "seeds_run": row.num_runs} for row in proof.rows],
         "intact": {
             "seeds": proof.num_intact,
             "by_workload": proof.runs_by_workload,

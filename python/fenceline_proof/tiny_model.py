@@ -152,21 +152,6 @@ def tiny_part(number: int) -> str:
 
 
 @lru_cache
-def tiny_misfit(kind: str) -> str:
-    """The folder of a checkpoint that cannot take the model's place: it ``lacks`` a tensor, has one of another shape
-    (``shape``), or is another model (``model``)."""
-    folder = _folder(f"misfit-{kind}", _CONFIG | ({"num_hidden_layers": 3} if kind == "model" else {}))
-    tensors = load_file(Path(tiny_model_path()) / "model.safetensors")
-    name = sorted(tensors)[-1]
-    if kind == "lacks":
-        del tensors[name]
-    if kind == "shape":
-        tensors[name] = tensors[name][..., :-1].contiguous()
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
-
-
-@lru_cache
 def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
     """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`. ``model``: its
     target; of another than the plain one there are whole models alone, NEAR and ITSELF."""

@@ -258,7 +258,7 @@ def _new_weights(random: Random) -> Scenario:
         script.add(3 * turn + random.randrange(3), prompt, random.randint(2, 9), **script.options())
     step = random.randint(3, 8)
     for _ in range(random.randint(1, 3)):
-        script.new_weights(step, misfits=0.2, abort_all=random.random() < 0.1)
+        script.new_weights(step, abort_all=random.random() < 0.1)
         step += random.randint(1, 9)
     if random.random() < 0.3:
         script.send(step, PauseGenerationReq(id="pause", mode=random.choice(("retract", "in_place"))))

@@ -96,7 +96,9 @@ def to_copy(
     else:
         host = torch.empty_strided(form.shape, form.stride, dtype=dtype)
     # The device converts, then the copy engine copies.
-    _to_host(host, src if src.dtype is dtype else to_copy_dtype(src, dtype), non_blocking)
+    converted = src if src.dtype is dtype else to_copy(src, dtype=dtype)
+    assert isinstance(converted, VTensor), "no device was given"
+    _to_host(host, converted, non_blocking)
     return host
 
 
@@ -105,10 +107,3 @@ def _preserved(form: Form, dtype: torch.dtype) -> Form:
     """A fresh tensor of ``dtype`` for values of ``form``, as torch lays it out."""
     like = torch.empty_strided(form.shape, form.stride, device="meta")
     return form_of(form.shape, torch.empty_like(like).stride(), dtype)
-
-
-def to_copy_dtype(src: VTensor, dtype: torch.dtype) -> VTensor:
-    """``src`` converted on the device."""
-    result = to_copy(src, dtype=dtype)
-    assert isinstance(result, VTensor), "no device was given"
-    return result

@@ -98,30 +98,28 @@ class Rotation:
 
     def maybe_switch(self) -> None:
         """Called at a call into the GPU: another thread may run first."""
-        if not self.is_shared:
-            return
-        me = self._turns[self.agent.number]
-        others = [turn for turn in self._able() if turn is not me]
-        if others and self._random.random() < self._odds:
-            self._switch(me, self._random.choice(others))
+        if self.is_shared and self._others() and self._random.random() < self._odds:
+            self.give_way()
 
     def give_way(self) -> None:
         """Let another thread run first, if any can."""
-        me = self._turns[self.agent.number]
-        others = [turn for turn in self._able() if turn is not me]
-        if others:
-            self._switch(me, self._random.choice(others))
+        if others := self._others():
+            self._switch(self._turns[self.agent.number], self._random.choice(others))
 
     def block_until(self, ready: Callable[[], bool], what: str) -> None:
         """Let others run until ``ready``. Raises ``DeadlockError`` if no other thread can run."""
         me = self._turns[self.agent.number]
         me.ready = ready
         while not ready():
-            others = [turn for turn in self._able() if turn is not me]
+            others = self._others()
             if not others:
                 raise DeadlockError(f"deadlock: {me.agent.name} waits for {what}, and no other thread can run")
             self._switch(me, self._random.choice(others))
         me.ready = None
+
+    def _others(self) -> list[_Turn]:
+        me = self._turns[self.agent.number]
+        return [turn for turn in self._able() if turn is not me]
 
     def _able(self) -> list[_Turn]:
         turns = self._turns.values()
