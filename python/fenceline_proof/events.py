@@ -399,8 +399,8 @@ class Watch:
             around(tree, "_spill", before=lambda nodes: self.note("write-back"))
         around(tiers, "offload", after=lambda tail, *args: self.note("offloaded tail", tail))
         around(tiers.host_pages, "alloc", after=partial(self._handed_on, "host pages handed on in use"))
-        around(tree._host, "_evict_all", after=lambda num, _: self.note("eviction from the host", num))
-        around(tree._host, "_orphan", before=lambda *args: self.note("a held page leaves the tree"))
+        around(tree.host, "_evict_all", after=lambda num, _: self.note("eviction from the host", num))
+        around(tree.host, "_orphan", before=lambda *args: self.note("a held page leaves the tree"))
         around(tiers._transfers, "load", before=self._loads)
         around(tiers._transfers, "drain_acks", after=self._acked)
         if tiers.storage is not None:

@@ -313,9 +313,9 @@ class Loop:
         tree = tiers.tree
         for count, what in (
             (tree.num_locked_nodes, "nodes are locked"),
-            (tree.num_in_transit_pages, "pages are in transit"),
-            (tree.num_host_holds, "holds are open"),
-            (tree.num_orphan_host_pages, "host pages have no node"),
+            (tree.transit.num_pages, "pages are in transit"),
+            (tree.host.num_holds, "holds are open"),
+            (tree.host.num_orphan_pages, "host pages have no node"),
         ):
             assert count == 0, f"{count} {what} though nothing is on its way"
         mine, leased = tree.all_host_pages(), tiers.host_pages.owned()

@@ -236,7 +236,7 @@ class TwoTierMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 6))
     def evict_host(self, num_pages: int) -> None:
-        num_evicted = self.tree.evict_host(num_pages)
+        num_evicted = self.tree.host.evict(num_pages)
         assert num_evicted == self.see_host_evictions(set())
         assert num_evicted >= num_pages or not self.model.host_candidates(set())
 
@@ -355,7 +355,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.holds_are_intact()
         self.drain_acks()
         self.counts_agree()
-        assert (self.tree.num_locked_nodes, self.tree.num_in_transit_pages, self.in_flight) == (0, 0, [])
+        assert (self.tree.num_locked_nodes, self.tree.transit.num_pages, self.in_flight) == (0, 0, [])
         for entry_host, prefix in [(e.host, p) for p, e in self.model.pages.items() if e.host is not None]:
             check(self.world.host, [(entry_host, prefix)], "the end reads")
         self.tree.reset()
@@ -377,8 +377,8 @@ class TwoTierMachine(RuleBasedStateMachine):
         assert self.tree.all_pages().tolist() == device
         assert self.tree.all_host_pages().tolist() == host
         assert self.tree.num_pages == len(device)
-        assert self.tree.num_host_pages == len(host)
-        assert self.tree.num_both_pages == sum(e.device is not None and e.host is not None for e in entries)
+        assert self.tree.host.num_pages == len(host)
+        assert self.tree.host.num_both_pages == sum(e.device is not None and e.host is not None for e in entries)
         assert self.tree.num_evictable_pages == sum(e.device is not None and not e.locks for e in entries)
         assert self.tree.num_nodes == len(self.model.ends)
         own = [page for req in self.running for page in req.pages[req.num_shared :]]
@@ -386,7 +386,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         fetched = [page for _, pages in self.prefetches for page in pages.tolist()]
         orphans = {p for h in self.held for p in h.hold.host_pages.tolist()} - set(host)
         assert sorted([*host, *fetched, *orphans]) == self.host_pool.owned().tolist()
-        assert self.tree.num_orphan_host_pages == len(orphans)
+        assert self.tree.host.num_orphan_pages == len(orphans)
 
     @invariant()
     def nodes_are_the_models(self) -> None:

@@ -255,7 +255,7 @@ class HiCache:
         """Check, while the engine is idle, that every host page is free, in the tree, held, part of a retracted
         request, or being read from storage. Raises ``RuntimeError`` if not."""
         num_fetch_pages = 0 if self.storage is None else self.storage.num_fetch_pages
-        num_held = self.tree.num_host_pages + self.tree.num_orphan_host_pages
+        num_held = self.tree.host.num_pages + self.tree.host.num_orphan_pages
         num_held += self._num_tail_pages + num_fetch_pages
         if self.host_pages.num_leased != num_held:
             raise RuntimeError(
@@ -351,7 +351,7 @@ class StorageTier:
     @property
     def num_outstanding(self) -> int:
         """Jobs that have not ended, or whose end has not been processed, as it has not come on every rank."""
-        return max(self._controller.num_outstanding, len(self._wanted) + self._tree.num_host_holds)
+        return max(self._controller.num_outstanding, len(self._wanted) + self._tree.host.num_holds)
 
     @property
     def num_fetch_pages(self) -> int:

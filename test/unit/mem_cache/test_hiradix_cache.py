@@ -27,9 +27,9 @@ def test_a_backed_up_node_leaves_the_device_without_loss(tiers: Tiers) -> None:
     added = tiers.add(1, 2, 3)
     ticket, stored = tiers.back_up(added.node)
     assert stored.device_pages.tolist() == added.pages.tolist() and ticket.num_pages == 3
-    assert (tiers.tree.num_both_pages, tiers.tree.num_in_transit_pages) == (3, 3)
+    assert (tiers.tree.host.num_both_pages, tiers.tree.transit.num_pages) == (3, 3)
     assert tiers.tree.evict(1) == 3
-    assert (tiers.tree.num_pages, tiers.tree.num_host_pages, tiers.tree.num_both_pages) == (0, 3, 0)
+    assert (tiers.tree.num_pages, tiers.tree.host.num_pages, tiers.tree.host.num_both_pages) == (0, 3, 0)
     match = tiers.match(1, 2, 8)
     assert (match.num_tokens, match.pages.tolist(), match.node) == (0, [], tiers.tree.root)
     assert match.num_host_tokens == 2 * PAGE
@@ -65,7 +65,7 @@ def test_a_device_only_node_takes_what_is_below_it_on_the_host(tiers: Tiers) -> 
     held = tiers.tree.hold_host(child)
     assert tiers.tree.evict(1) == 1
     assert child.parent is None and tiers.match(1, 2, 3).host_node is tiers.tree.root
-    assert tiers.tree.num_host_pages == 1 and tiers.host_pool.num_leased == 3
+    assert tiers.tree.host.num_pages == 1 and tiers.host_pool.num_leased == 3
     tiers.tree.release_hold(held.id)
     assert tiers.host_pool.num_leased == 1
     tiers.tree.check()
@@ -114,12 +114,12 @@ def test_both_halves_of_a_split_retire_after_the_transfer(tiers: Tiers, kind: st
         ticket, move = tiers.load_back(node)
     upper = tiers.match(1, 8).node
     assert upper is not node and upper.transfers == node.transfers == (ticket,)
-    assert tiers.tree.evict_host(3) == 3
+    assert tiers.tree.host.evict(3) == 3
     assert after_of(tiers.host_pool, move.host_pages) == {ticket.points}
     assert tiers.tree.evict(3) == 3
     assert after_of(tiers.pool, move.device_pages) == {ticket.points}
     tiers.finish(ticket)
-    assert tiers.tree.num_in_transit_pages == 0
+    assert tiers.tree.transit.num_pages == 0
     tiers.tree.check()
 
 
@@ -127,11 +127,11 @@ def test_a_node_off_the_device_knows_its_host_pages_in_use(tiers: Tiers) -> None
     node = tiers.add(1, 2).node
     ticket, stored = tiers.back_up(node)
     tiers.tree.evict(2)
-    assert tiers.tree.num_in_transit_pages == 0 and node.transfers == ()
+    assert tiers.tree.transit.num_pages == 0 and node.transfers == ()
     _, loaded = tiers.load_back(node)
     assert set(ticket.points) <= set(loaded.after), "the load reads what the store still writes"
     tiers.tree.evict(2)
-    tiers.tree.evict_host(2)
+    tiers.tree.host.evict(2)
     [after] = after_of(tiers.host_pool, stored.host_pages)
     assert {p.stream for p in after} == {tiers.load, tiers.store}
 
@@ -145,7 +145,7 @@ def test_a_backup_waits_for_writers_readers_and_loads(tiers: Tiers) -> None:
     tiers.tree.lock(node)
     tiers.tree.unlock(node, reads)
     tiers.tree.release_hold(hold.id)
-    assert tiers.tree.evict_host(2) == 2  # the load is still running
+    assert tiers.tree.host.evict(2) == 2  # the load is still running
     free, _ = tiers.host_pool.alloc(tiers.host_pool.num_free) or (None, None)
     assert free is not None
     tiers.host_pool.retire(free, store)
@@ -184,7 +184,7 @@ def test_several_loads_share_a_ticket(tiers: Tiers) -> None:
     for node, num_pages in ((one, 2), (other, 1)):
         tiers.tree.lock(node)
         tiers.tree.begin_load(node, tiers.pages(num_pages), ticket)
-    assert ticket.num_pages == tiers.tree.num_in_transit_pages == 3
+    assert ticket.num_pages == tiers.tree.transit.num_pages == 3
     assert tiers.match(1, 2).loading == tiers.match(3).loading == (ticket,)
     with pytest.raises(AssertionError, match="one device page for each"):
         tiers.tree.begin_load(one, tiers.pages(1), ticket)
@@ -277,7 +277,7 @@ STALE: dict[str, Callable[[Tiers], object]] = {
     "evicted and back elsewhere": lambda t: (t.tree.evict(99), t.load_back(t.match(1, 2, 3).host_node)),
     "loaded for another": lambda t: t.load_back(t.match(1, 2, 3, 4).host_node),
     "loaded in part": lambda t: t.load_back(t.match(1, 2, 3).host_node),
-    "gone from the host": lambda t: t.tree.evict_host(1),
+    "gone from the host": lambda t: t.tree.host.evict(1),
     "flushed": lambda t: t.tree.reset(),
 }
 CURRENT: dict[str, Callable[[Tiers], object]] = {

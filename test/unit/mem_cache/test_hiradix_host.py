@@ -31,10 +31,10 @@ def test_host_eviction_is_lru_from_the_leaves_up(tiers: Tiers) -> None:
     upper = tiers.match(2).host_node
     tiers.match(1, 0)
     for gone in (2, 3):  # of 2 the lower half, which was not matched again
-        tiers.tree.evict_host(1)
+        tiers.tree.host.evict(1)
         assert nodes[gone].parent is None
     assert upper.parent is not None and tiers.match(2, 0).num_host_tokens == PAGE
-    assert tiers.tree.evict_host(99) == 3 and tiers.tree.num_nodes == 0
+    assert tiers.tree.host.evict(99) == 3 and tiers.tree.num_nodes == 0
     tiers.tree.check()
 
 
@@ -42,7 +42,7 @@ def test_a_node_on_the_device_loses_only_its_copy(tiers: Tiers) -> None:
     node = tiers.add(1, 2).node
     tiers.back_up(node, done=True)
     match = tiers.match(1, 2)
-    assert tiers.tree.evict_host(1) == 2
+    assert tiers.tree.host.evict(1) == 2
     assert node.on_device and node.host_pages is None and tiers.tree.is_current(match)
     assert tiers.tree.backup_candidates(node) == [node]
 
@@ -71,7 +71,7 @@ def test_alloc_host_makes_room_or_says_no() -> None:
     tiers.tree.lock(locked)
     tiers.on_host(2, 3)
     got = tiers.tree.alloc_host(3)
-    assert got is not None and len(got[0]) == 3 and tiers.tree.num_host_pages == 1
+    assert got is not None and len(got[0]) == 3 and tiers.tree.host.num_pages == 1
     assert tiers.tree.alloc_host(1) is None
 
 
@@ -79,14 +79,14 @@ def test_a_lock_pins_both_tiers_and_counts_without_a_device_page(tiers: Tiers) -
     node = tiers.on_host(1, 2)
     tiers.tree.lock(node)
     assert (tiers.tree.num_locked_nodes, tiers.tree.num_locked_pages) == (1, 0)
-    assert tiers.tree.evict_host(9) == 0
+    assert tiers.tree.host.evict(9) == 0
     tiers.load_back(node)
     assert tiers.tree.num_locked_pages == 2 and tiers.tree.evict(9) == 0
     with pytest.raises(AssertionError, match="1 nodes locked"):
         tiers.tree.reset()
     tiers.tree.unlock(node)
     assert (tiers.tree.num_locked_nodes, tiers.tree.num_evictable_pages) == (0, 2)
-    assert (tiers.tree.evict(9), tiers.tree.evict_host(9)) == (2, 2)
+    assert (tiers.tree.evict(9), tiers.tree.host.evict(9)) == (2, 2)
 
 
 # --- holds ---------------------------------------------------------------------------------------------
@@ -97,14 +97,14 @@ def test_held_pages_stay_until_the_last_release(tiers: Tiers) -> None:
     one = tiers.tree.hold_host(node)
     upper = tiers.match(1).host_node
     two = tiers.tree.hold_host(upper)
-    assert tiers.tree.evict_host(9) == 0
+    assert tiers.tree.host.evict(9) == 0
     tiers.tree.reset()
-    assert (tiers.tree.num_host_pages, tiers.tree.num_orphan_host_pages) == (0, 3)
+    assert (tiers.tree.host.num_pages, tiers.tree.host.num_orphan_pages) == (0, 3)
     assert tiers.host_pool.num_leased == 3
     tiers.tree.release_hold(one.id)
-    assert tiers.host_pool.num_leased == tiers.tree.num_orphan_host_pages == 1
+    assert tiers.host_pool.num_leased == tiers.tree.host.num_orphan_pages == 1
     tiers.tree.release_hold(two.id)
-    assert (tiers.tree.num_host_holds, tiers.host_pool.num_leased) == (0, 0)
+    assert (tiers.tree.host.num_holds, tiers.host_pool.num_leased) == (0, 0)
     with pytest.raises(AssertionError, match="released twice"):
         tiers.tree.release_hold(two.id)
     tiers.tree.check()
@@ -116,7 +116,7 @@ def test_a_released_node_can_go_again_after_its_users(tiers: Tiers) -> None:
     ticket, _ = tiers.load_back(node)
     tiers.tree.evict(2)  # from the device, while it is being loaded
     tiers.tree.release_hold(hold.id)
-    assert tiers.tree.evict_host(2) == 2
+    assert tiers.tree.host.evict(2) == 2
     assert after_of(tiers.host_pool, hold.host_pages) == {ticket.points}
 
 
@@ -167,7 +167,7 @@ def test_reset_empties_both_tiers_while_transfers_run(tiers: Tiers) -> None:
     tiers.add(4)
     num_pages = tiers.tree.num_pages
     assert tiers.tree.reset() == num_pages
-    assert (tiers.pool.num_leased, tiers.host_pool.num_leased, tiers.tree.num_in_transit_pages) == (0, 0, 0)
+    assert (tiers.pool.num_leased, tiers.host_pool.num_leased, tiers.tree.transit.num_pages) == (0, 0, 0)
     assert after_of(tiers.host_pool, stored.host_pages) == {store.points}
     assert after_of(tiers.pool, loaded.device_pages) == {load.points}
     tiers.tree.check()
@@ -185,19 +185,19 @@ def test_bad_construction() -> None:
 
 # Each perturbation with the words by which check() must name it.
 PERTURBATIONS: dict[str, tuple[Callable[[Tiers], object], str]] = {
-    "host_pages": (lambda t: setattr(t.tree._host, "num_pages", 9), "host pages, counted 9"),
-    "both": (lambda t: setattr(t.tree._host, "num_both_pages", 9), "on both, counted 9"),
-    "transit": (lambda t: setattr(t.tree._transit, "num_pages", 9), "in transit, counted 9"),
+    "host_pages": (lambda t: setattr(t.tree.host, "num_pages", 9), "host pages, counted 9"),
+    "both": (lambda t: setattr(t.tree.host, "num_both_pages", 9), "on both, counted 9"),
+    "transit": (lambda t: setattr(t.tree.transit, "num_pages", 9), "in transit, counted 9"),
     "locked": (lambda t: setattr(t.tree, "num_locked_nodes", 9), "locked nodes, counted 9"),
     "on_no_tier": (lambda t: top(t, 3).__setattr__("host_pages", None), "holds no page"),
     "half_there": (lambda t: top(t, 1).__setattr__("on_device", False), "partly on the device"),
     "children": (lambda t: top(t, 1).__setattr__("num_device_children", 7), "miscounts its children on the d"),
     "host_children": (lambda t: top(t, 1).__setattr__("num_host_children", 7), "miscounts its children on the h"),
-    "unqueued": (lambda t: t.tree._host.lru.clear(), "not in the host queue"),
+    "unqueued": (lambda t: t.tree.host.lru.clear(), "not in the host queue"),
     "freed": (lambda t: t.host_pool.retire(top(t, 3).host_pages, Points.none()), "that the pool has free"),
     "twice": (lambda t: top(t, 3).host_pages.__setitem__(0, top(t, 1).host_pages[0]), "held twice"),
-    "ticket": (lambda t: t.tree._transit._nodes.clear(), "does not know it"),
-    "hold": (lambda t: t.tree._host._holds.clear(), "unknown hold"),
+    "ticket": (lambda t: t.tree.transit._nodes.clear(), "does not know it"),
+    "hold": (lambda t: t.tree.host._holds.clear(), "unknown hold"),
     "keys": (lambda t: top(t, 1).__setattr__("keys", []), "not one key for each page"),
     "leaving": (lambda t: setattr(t.tree, "_leaving", frozenset([top(t, 1)])), "left over"),
 }

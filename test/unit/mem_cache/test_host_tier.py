@@ -39,7 +39,7 @@ def test_what_cannot_fit_pushes_nobody_out() -> None:
     tree.lock(used)
     warm = backed_up(tree, range(200, 203))
     assert tree.alloc_host(4) is None
-    assert warm.host_pages is not None and tree.num_evicted_host_pages == 0
+    assert warm.host_pages is not None and tree.host.num_evicted_pages == 0
     tree.check()
     assert tree.alloc_host(3) is not None, "what fits does push out"
     assert warm.host_pages is None and used.host_pages is not None
@@ -52,7 +52,7 @@ def test_a_chain_leaves_from_its_end_or_stays() -> None:
     for length in (2, 4, 6):
         backed_up(tree, range(length))
     tree.evict(64)
-    assert tree.num_host_pages == 6 and tree.num_nodes == 3
+    assert tree.host.num_pages == 6 and tree.num_nodes == 3
     assert tree.alloc_host(9) is None and tree.num_nodes == 3
     tree.check()
     assert tree.alloc_host(5) is not None and tree.num_nodes == 1

@@ -156,7 +156,7 @@ class Engine:
         for node in self.tree._nodes():
             if node.host_pages is not None:
                 assert [self.host[page] for page in node.host_pages.tolist()] == self.keys_of(node)
-        num_held = self.tree.num_host_pages + self.tree.num_orphan_host_pages + self.tier.num_fetch_pages
+        num_held = self.tree.host.num_pages + self.tree.host.num_orphan_pages + self.tier.num_fetch_pages
         assert self.host_pool.num_leased == num_held
 
 
@@ -183,7 +183,7 @@ def test_each_host_page_holds_the_kv_of_its_own_prefix(lookahead: int, seed: int
             case "e":
                 tree.evict(random.randint(1, 8))
             case "h":
-                tree.evict_host(random.randint(1, 4))
+                tree.host.evict(random.randint(1, 4))
             case "l":
                 engine.lock(tokens, space)
             case "u":

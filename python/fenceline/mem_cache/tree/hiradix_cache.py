@@ -79,8 +79,8 @@ class HiRadixCache(RadixCache):
         if write_policy not in _BACKUP_HITS:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
         assert spill or write_policy != "write_back", "write_back needs a spill function"
-        self._host = HostTier(host_pages, self._drop)
-        self._transit = InTransit()
+        self.host = HostTier(host_pages, self._drop)
+        self.transit = InTransit()
         super().__init__(pages, page_size, lookahead=lookahead)
         self.write_policy = write_policy
         self._spill = spill if write_policy == "write_back" else None
@@ -133,14 +133,14 @@ class HiRadixCache(RadixCache):
         for node in nodes:
             after = after.join(node.host_after)
             self._bind(node, pages[pos : pos + node.num_pages].copy(), Points.none())
-            self._transit.add(node, ticket)
+            self.transit.add(node, ticket)
             pos += node.num_pages
         ticket.add_pages(pos)
         return PageMove(pages, host_pages_of(nodes), after)
 
     def finish(self, ticket: Ticket) -> None:
         """Call it when ``ticket``'s Points are known to have passed: nodes do not carry the ticket any longer."""
-        self._transit.finish(ticket)
+        self.transit.finish(ticket)
 
     # --- device -> host ------------------------------------------------------------------------------
 
@@ -170,13 +170,13 @@ class HiRadixCache(RadixCache):
         for node in nodes:
             if node.host_pages is not None or not node.on_device or not self._is_attached(node):
                 continue
-            leased = None if node.parent in refused else self._host.alloc(node.num_pages, protected)
+            leased = None if node.parent in refused else self.host.alloc(node.num_pages, protected)
             if leased is None:
                 refused.add(node)
                 continue
             after = after.join(leased[1]).join(node.after).join(transfer_points(node))
-            self._host.add(node, leased[0], Points.none())
-            self._transit.add(node, ticket)
+            self.host.add(node, leased[0], Points.none())
+            self.transit.add(node, ticket)
             ticket.add_pages(node.num_pages)
             backed_up.append(node)
         return PageMove(self._pages_of([self.root, *backed_up]), host_pages_of(backed_up), after)
@@ -207,12 +207,6 @@ class HiRadixCache(RadixCache):
             self._leave_device(node)
         return num_evicted
 
-    def evict_host(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` host pages, least recently used nodes first, whole nodes at a time. Nodes that
-        are locked, held, or needed by a node below stay. Returns the number of pages retired."""
-        assert num_pages >= 0, "cannot evict a negative number of pages"
-        return self._host.evict(num_pages)
-
     def reset(self) -> int:
         """Retire every page of both tiers. Nothing may be locked; transfers may be running and holds open: their
         pages retire after the transfers' Points, or at the release. Returns the number of device pages retired."""
@@ -221,10 +215,10 @@ class HiRadixCache(RadixCache):
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after.join(transfer_points(node)))
             if node.host_pages is not None:
-                self._host.remove(node)
-            self._transit.remove(node)
+                self.host.remove(node)
+            self.transit.remove(node)
             self._detach(node)
-        self._host.lru.clear()
+        self.host.lru.clear()
         self._clear()
         return num_retired
 
@@ -232,7 +226,7 @@ class HiRadixCache(RadixCache):
 
     def alloc_host(self, num_pages: int) -> tuple[Int32Array, Points] | None:
         """Lease host pages for the caller, evicting from the host if necessary; None if that does not free enough."""
-        return self._host.alloc(num_pages, ())
+        return self.host.alloc(num_pages, ())
 
     def insert_host(
         self, token_ids: IntArray, host_pages: IntArray, after: Points = Points.none(), extra_key: str = ""
@@ -258,11 +252,11 @@ class HiRadixCache(RadixCache):
 
     def hold_host(self, node: TreeNode) -> HostHold:
         """Pin the host pages of ``node``, which has some, until :meth:`release_hold`, whatever happens to the node."""
-        return self._host.hold(node, self.keys(node) if self._root_key is not None else [])
+        return self.host.hold(node, self.keys(node) if self._root_key is not None else [])
 
     def release_hold(self, hold_id: int) -> None:
         """Release a hold, whose user no longer accesses the pages."""
-        self._host.release(hold_id)
+        self.host.release(hold_id)
 
     def keys(self, node: TreeNode) -> list[PageKey]:
         """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree.
@@ -279,36 +273,6 @@ class HiRadixCache(RadixCache):
 
     # --- counts --------------------------------------------------------------------------------------
 
-    @property
-    def num_host_pages(self) -> int:
-        """Host pages that the tree owns."""
-        return self._host.num_pages
-
-    @property
-    def num_both_pages(self) -> int:
-        """Pages that are on the device and on the host."""
-        return self._host.num_both_pages
-
-    @property
-    def num_in_transit_pages(self) -> int:
-        """Pages of nodes in a transfer that has not been acknowledged."""
-        return self._transit.num_pages
-
-    @property
-    def num_evicted_host_pages(self) -> int:
-        """Host pages that were evicted to make room, since the start."""
-        return self._host.num_evicted_pages
-
-    @property
-    def num_host_holds(self) -> int:
-        """Holds that have not been released."""
-        return self._host.num_holds
-
-    @property
-    def num_orphan_host_pages(self) -> int:
-        """Host pages that have left the tree and stay leased until they are released."""
-        return self._host.num_orphan_pages
-
     def all_host_pages(self) -> Int32Array:
         """Every host page that the tree owns, ascending, int32. Walks the tree: for audits."""
         return np.sort(host_pages_of(node for node in self._nodes() if node.host_pages is not None))
@@ -317,8 +281,8 @@ class HiRadixCache(RadixCache):
         """As in :class:`RadixCache`, both tiers, holds and transfers."""
         super().check()
         nodes = list(self._nodes())
-        self._host.check(nodes)
-        self._transit.check(nodes)
+        self.host.check(nodes)
+        self.transit.check(nodes)
         assert not self._leaving, "nodes are left over from an eviction"
 
     # --- internals -----------------------------------------------------------------------------------
@@ -332,7 +296,7 @@ class HiRadixCache(RadixCache):
             self.num_locked_pages += len(pages)
         else:
             self.num_evictable_pages += len(pages)
-        self._host.num_both_pages += len(pages)
+        self.host.num_both_pages += len(pages)
         self._note_move(node)
         self._lru.push_if_evictable(node)
 
@@ -364,24 +328,24 @@ class HiRadixCache(RadixCache):
         in_flight = transfer_points(node)
         self._pool.retire(node.pages, node.after.join(in_flight))
         self.num_evictable_pages -= len(node.pages)
-        self._transit.remove(node)
+        self.transit.remove(node)
         if node.host_pages is None:
             self._drop(node)
             return
         # A transfer that still runs uses the host pages too, and their next user does not find its ticket here any
         # more.
         node.host_after = node.host_after.join(in_flight)
-        self._host.num_both_pages -= len(node.pages)
+        self.host.num_both_pages -= len(node.pages)
         node.pages, node.after, node.on_device = np.empty(0, dtype=np.int32), Points.none(), False
         self._note_move(node)
-        self._host.lru.push_if_evictable(node)
+        self.host.lru.push_if_evictable(node)
 
     def _drop(self, node: TreeNode) -> None:
         """Remove ``node`` from the tree, with all nodes below it, which are only on the host."""
         parent = node.parent
         assert parent is not None, "the root never leaves"
         for below in reversed(list(self._nodes(node))):
-            self._host.remove(below)
+            self.host.remove(below)
             self._detach(below)
             self.num_nodes -= 1
         del parent.children[node.edge]
@@ -396,21 +360,21 @@ class HiRadixCache(RadixCache):
         leaf.on_device = False
         parent.children[edge] = leaf
         self.num_nodes += 1
-        self._host.add(leaf, pages, after)
+        self.host.add(leaf, pages, after)
         return leaf
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         """As in :class:`RadixCache`; tickets, holds and Points of the node belong to both halves."""
         upper = super()._split(node, num_pages)
-        self._host.split(upper, node, num_pages)
-        self._transit.split(upper, node)
+        self.host.split(upper, node, num_pages)
+        self.transit.split(upper, node)
         if node.keys is not None:
             upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         return upper
 
     def _offer(self, node: TreeNode) -> None:
         super()._offer(node)
-        self._host.lru.push_if_evictable(node)
+        self.host.lru.push_if_evictable(node)
 
     def _host_only(self, node: TreeNode) -> list[TreeNode]:
         """The nodes from the top down to ``node`` that are not on the device."""
@@ -491,7 +455,9 @@ class HostTier:
         return self.pool.alloc(num_pages)
 
     def evict(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` pages, the least recently used first, or all that may go. Returns how many."""
+        """Retire at least ``num_pages`` pages, the least recently used first, whole nodes at a time, or all that may
+        go: nodes that are locked, held, or needed by a node below stay. Returns how many."""
+        assert num_pages >= 0, "cannot evict a negative number of pages"
         victims, _ = self._choose(num_pages, ())
         return self._evict_all(victims)
 
