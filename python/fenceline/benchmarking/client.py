@@ -90,11 +90,8 @@ def error_text(event: object) -> str | None:
 
 class NativeRecorder:
     """Reads replies of /generate. Each event contains the whole output so far, so only the last event of a read is
-    parsed.
-
-    A server may stream increments instead. This is noticed at its second event, which has fewer ids than
-    ``completion_tokens``. SGLang has a mode in which ids and text are increments, and one in which only ids are.
-    """
+    parsed. A server may stream increments instead. This is noticed at its second event, which has fewer ids than
+    ``completion_tokens``. SGLang has a mode in which ids and text are increments, and one in which only ids are."""
 
     def __init__(self, start: float) -> None:
         self._clock = TokenClock(start)
@@ -176,12 +173,9 @@ def _whole_text(texts: list[str]) -> str:
 
 
 class OpenAIRecorder:
-    """Reads replies of /v1/completions and /v1/chat/completions.
-
-    Token counts come from ``usage`` if the chunks have it. If only the last chunk has it, its total is divided among
-    the arrivals in proportion to their text, because a chunk may contain several tokens and does not say how many.
-    Without any usage, every chunk counts as one token.
-    """
+    """Reads replies of /v1/completions and /v1/chat/completions. Token counts come from ``usage`` if the chunks have
+    it. If only the last chunk has it, its total is divided among the arrivals in proportion to their text, because a
+    chunk may contain several tokens and does not say how many. Without any usage, every chunk counts as one token."""
 
     def __init__(self, kind: Kind, start: float) -> None:
         self._kind = kind
@@ -284,11 +278,9 @@ _READ_BUFFER_BYTES = 10 * 1024**2
 
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    """A session without a limit on connections. The caller must close it.
-
-    Each request has its own connection. A connection that is kept alive may be closed by the server just when it is
-    used again, and aiohttp does not retry a POST.
-    """
+    """A session without a limit on connections. The caller must close it. Each request has its own connection. A
+    connection that is kept alive may be closed by the server just when it is used again, and aiohttp does not retry a
+    POST."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),

@@ -83,12 +83,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How the requests are sent.
-
-    ``request_rate`` is in requests per second (inf: all at once). ``max_concurrency`` limits the requests or
-    conversations in flight (None: no limit). ``sampling_seed`` is the seed of the first request if requests are sampled
-    at random and must be repeatable, else None; each further request has the next number.
-    """
+    """How the requests are sent. ``request_rate`` is in requests per second (inf: all at once). ``max_concurrency``
+    limits the requests or conversations in flight (None: no limit). ``sampling_seed`` is the seed of the first request
+    if requests are sampled at random and must be repeatable, else None; each further request has the next number."""
 
     request_rate: float = float("inf")
     max_concurrency: int | None = None

@@ -48,12 +48,10 @@ class TurnMetrics:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkMetrics:
-    """The figures of one run. Counts are of successful requests, and each turn counts as a request.
-
-    ``duration`` is in seconds. ``total_output_retokenized`` and ``total_cached`` are None if they are not known.
+    """The figures of one run. Counts are of successful requests, and each turn counts as a request. ``duration`` is in
+    seconds. ``total_output_retokenized`` and ``total_cached`` are None if they are not known.
     ``max_output_tokens_per_s`` is the largest number of tokens that arrived within one second, and
-    ``max_concurrent_requests`` the largest number of requests in flight at the same time.
-    """
+    ``max_concurrent_requests`` the largest number of requests in flight at the same time."""
 
     duration: float
     completed: int

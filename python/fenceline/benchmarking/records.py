@@ -50,10 +50,8 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The result of one HTTP request. Times are in seconds; ``start_time`` is a value of ``time.perf_counter()``.
-
     ``prompt_tokens`` and ``cached_tokens`` are the server's counts, None if it does not report them. ``ttft`` is 0 for
-    a reply without tokens. ``itl`` has one entry for each token after those of the first chunk.
-    """
+    a reply without tokens. ``itl`` has one entry for each token after those of the first chunk."""
 
     success: bool
     error: str = ""

@@ -64,10 +64,8 @@ class DraftConfig:
 class StepShape:
     """What a decode step computes for each request. The draft proposes ``depth`` tokens one after the other. The target
     verifies ``num_nodes`` rows, including that of the last token. The step writes to ``num_slots`` KV slots, from that
-    of the last token on. With depth 0 it is a step without drafts.
-
-    The step yields at most ``num_tokens`` tokens, and writes ``num_spare`` slots after those of its tokens.
-    """
+    of the last token on. With depth 0 it is a step without drafts. The step yields at most ``num_tokens`` tokens, and
+    writes ``num_spare`` slots after those of its tokens."""
 
     depth: int = 0
     num_nodes: int = 1
@@ -128,12 +126,10 @@ class SpeculativeConfig:
 def read_draft_config(
     algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig, token_map: str | None = None
 ) -> DraftConfig:
-    """Read the draft's ``config.json``, and for EAGLE the file ``token_map`` if one is given.
-
-    ``directory`` None means the target's directory: a folder in it with the algorithm's name in lower case, as in the
-    demo model, or for NEXTN the target's checkpoint itself. Raises ``ConfigError``, one line with the remedy, for a
-    directory without a draft of this algorithm, and for a draft of another target, whose sizes, vocabulary or layers do
-    not fit."""
+    """Read the draft's ``config.json``, and for EAGLE the file ``token_map`` if one is given. ``directory`` None means
+    the target's directory: a folder in it with the algorithm's name in lower case, as in the demo model, or for NEXTN
+    the target's checkpoint itself. Raises ``ConfigError``, one line with the remedy, for a directory without a draft of
+    this algorithm, and for a draft of another target, whose sizes, vocabulary or layers do not fit."""
     if directory is None:
         beside = Path(target.model_path) / algorithm.value.lower()
         directory = str(beside) if beside.is_dir() else None

@@ -101,12 +101,10 @@ class PriorityConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The flags as they were given (``server_args``), and the settings that were derived from them.
-
-    It has plain values only, so that it can be sent to the scheduler and detokenizer processes. If a flag and a field
-    have the same name, the field is the one to use: the flag may be None or ``auto``. The context length and the dtype
-    are in ``config.model``. Lengths and sizes are in tokens, times in seconds.
-    """
+    """The flags as they were given (``server_args``), and the settings that were derived from them. It has plain values
+    only, so that it can be sent to the scheduler and detokenizer processes. If a flag and a field have the same name,
+    the field is the one to use: the flag may be None or ``auto``. The context length and the dtype are in
+    ``config.model``. Lengths and sizes are in tokens, times in seconds."""
 
     server_args: ServerArgs  # with the keys and timeouts that the environment gives
 

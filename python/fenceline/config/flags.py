@@ -59,11 +59,8 @@ class FlagSpec:
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One flag of a class of flags, for example with name ``page_size`` and option ``--page-size``; ``type`` is a
-    scalar type.
-
-    With ``many`` the value is a tuple of scalars: a list in YAML, or several words after the option on the command
-    line.
-    """
+    scalar type. With ``many`` the value is a tuple of scalars: a list in YAML, or several words after the option on the
+    command line."""
 
     name: str
     type: type[Scalar]
@@ -307,11 +304,9 @@ def parse_values(
 
 
 def from_mapping(cls: type[Any], values: Mapping[str, object]) -> dict[str, Any]:
-    """Field values of ``cls`` from a mapping of names to values: keyword arguments, YAML, or a parsed command line.
-
-    A name may be a field's or a flag's, with dashes or underscores, aliases included. Raises ConfigError, one line for
-    everything that is wrong.
-    """
+    """Field values of ``cls`` from a mapping of names to values: keyword arguments, YAML, or a parsed command line. A
+    name may be a field's or a flag's, with dashes or underscores, aliases included. Raises ConfigError, one line for
+    everything that is wrong."""
     complaints = _Complaints()
     found = _judge(cls, values, complaints)
     complaints.settle()
@@ -320,11 +315,9 @@ def from_mapping(cls: type[Any], values: Mapping[str, object]) -> dict[str, Any]
 
 def _own_words(argv: Sequence[str], cls: type[Any], complaints: _Complaints) -> tuple[list[str], list[str]]:
     """The words of ``argv`` for flags of ``cls``, each flag spelled in full, and words that belong to none. Flags of
-    other servers and unknown ones go to ``complaints`` with their words.
-
-    As with argparse, a beginning that only one flag has stands for that flag; flags of other servers count, because
-    their users mean those. Underscores are dashes.
-    """
+    other servers and unknown ones go to ``complaints`` with their words. As with argparse, a beginning that only one
+    flag has stands for that flag; flags of other servers count, because their users mean those. Underscores are
+    dashes."""
     known = _spellings(cls)
     own: list[str] = []
     stray: list[str] = []

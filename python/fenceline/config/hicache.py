@@ -51,12 +51,10 @@ class HiCacheStorageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheConfig:
-    """The settings of HiCache: the host tier of the prefix cache, and the storage tier below it.
-
-    ``host_bytes`` is the host tier's size; None: --hicache-ratio times the device's KV cache. If fewer than
-    ``load_back_threshold`` tokens of a prefix are on the host, they are computed and not loaded, because this takes
-    less time (SGLang's number; the proof uses another). ``storage`` None: no third tier.
-    """
+    """The settings of HiCache: the host tier of the prefix cache, and the storage tier below it. ``host_bytes`` is the
+    host tier's size; None: --hicache-ratio times the device's KV cache. If fewer than ``load_back_threshold`` tokens of
+    a prefix are on the host, they are computed and not loaded, because this takes less time (SGLang's number; the proof
+    uses another). ``storage`` None: no third tier."""
 
     host_bytes: int | None
     io_backend: IoBackend
@@ -174,11 +172,9 @@ def hicache_config(
     args: ServerArgs, device: str, attention: tuple[str, str], has_kernels: Callable[[], bool] | None = None
 ) -> HiCacheConfig | None:
     """The configuration of HiCache; None without --enable-hierarchical-cache. Makes the directory of the storage.
-
     ``attention``: the attention backends of prefill and decode that were chosen. ``has_kernels`` says whether the
     kernel package is installed. Raises ConfigError for sizes that this machine does not have and for a directory that
-    cannot be used.
-    """
+    cannot be used."""
     if not args.enable_hierarchical_cache:
         return None
     return HiCacheConfig(

@@ -16,10 +16,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "ui
 @dataclass(frozen=True, slots=True)
 class KVRow:
     """What one token keeps in one tensor of one layer: ``shape`` elements of ``dtype`` (as torch names it), contiguous.
-
     ``name`` says what it is: ``k``, ``v`` or ``latent``. The layer asks the pool for the row by this name, which is
-    also in reports and in the keys of stored pages.
-    """
+    also in reports and in the keys of stored pages."""
 
     name: str
     shape: tuple[int, ...]

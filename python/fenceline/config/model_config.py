@@ -163,13 +163,10 @@ class ModelConfig:
         tokenizer_path: str | None = None,
         quantization: str | None = None,
     ) -> ModelConfig:
-        """Read a Hugging Face model directory; it must have at least config.json.
-
-        ``overrides`` replace entries of config.json (--json-model-override-args). ``context_length`` (in tokens) may
-        only shorten the model's own limit. ``tokenizer_path`` is the directory of the tokenizer's files; None: the
-        model's. ``quantization`` is the value of --quantization.
-        Raises ``ConfigError`` (a ``ValueError``), one line with the remedy.
-        """
+        """Read a Hugging Face model directory; it must have at least config.json. ``overrides`` replace entries of
+        config.json (--json-model-override-args). ``context_length`` (in tokens) may only shorten the model's own limit.
+        ``tokenizer_path`` is the directory of the tokenizer's files; None: the model's. ``quantization`` is the value
+        of --quantization. Raises ``ConfigError`` (a ``ValueError``), one line with the remedy."""
         directory = Path(path)
         plain = _apply_overrides(read_model_json(directory), overrides or {})
         generation = read_optional(directory / "generation_config.json")
@@ -482,11 +479,9 @@ def parse_rope(
     by_layer_type: bool = False,
 ) -> tuple[float, RopeScaling | None]:
     """``(rope_theta, scaling)`` of a config.json; scaling None means plain RoPE. ``by_layer_type``: config.json may
-    have parameters for each type of layers; then those of layers with full attention are returned.
-
-    transformers 5 writes one dict ``rope_parameters`` with ``rope_theta`` inside, older versions ``rope_scaling``
-    beside ``rope_theta``; as in transformers ``rope_scaling`` wins where both are there. Raises ``ConfigError``.
-    """
+    have parameters for each type of layers; then those of layers with full attention are returned. transformers 5
+    writes one dict ``rope_parameters`` with ``rope_theta`` inside, older versions ``rope_scaling`` beside
+    ``rope_theta``; as in transformers ``rope_scaling`` wins where both are there. Raises ``ConfigError``."""
     newer = hf.get("rope_parameters")
     raw = hf.get("rope_scaling") or newer or {}
     if not isinstance(raw, Mapping):

@@ -37,11 +37,9 @@ def demo_model_path(name: str = "demo") -> str:
 
 
 def model_directory(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
-    """The local directory for ``name``, the value of ``flag``; downloads it if necessary.
-
-    ``weights`` False fetches configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither
-    a directory nor a repository that can be downloaded.
-    """
+    """The local directory for ``name``, the value of ``flag``; downloads it if necessary. ``weights`` False fetches
+    configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither a directory nor a repository
+    that can be downloaded."""
     if name in DEMOS and not Path(name).is_dir():
         return demo_model_path(name)
     path = Path(name).expanduser()

@@ -90,11 +90,9 @@ class QuantConfig:
 
 
 def read_quantization(hf: Mapping[str, object], directory: Path, asked: str | None = None) -> QuantConfig | None:
-    """The format of the checkpoint in ``directory`` with the config.json ``hf``; None for plain weights.
-
-    ``asked`` is --quantization: a format to make on-line, or the name of the checkpoint's own. Raises ``ConfigError``
-    with the remedy for a format that cannot be served.
-    """
+    """The format of the checkpoint in ``directory`` with the config.json ``hf``; None for plain weights. ``asked`` is
+    --quantization: a format to make on-line, or the name of the checkpoint's own. Raises ``ConfigError`` with the
+    remedy for a format that cannot be served."""
     name, fields = _stated(hf, directory)
     if name is None:
         if asked in (None, *ON_LINE):

@@ -14,11 +14,9 @@ ANY = ("*",)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a flag is refused and what to do: ``remedy`` follows "--flag value: not available, ".
-
-    ``neutral`` values ask for what happens anyway and are accepted; ``ANY`` means that all are. A ``hint`` can change
-    neither answers nor security nor promises about memory: it is accepted with a warning.
-    """
+    """Why a flag is refused and what to do: ``remedy`` follows "--flag value: not available, ". ``neutral`` values ask
+    for what happens anyway and are accepted; ``ANY`` means that all are. A ``hint`` can change neither answers nor
+    security nor promises about memory: it is accepted with a warning."""
 
     remedy: str
     neutral: tuple[str, ...] = ()

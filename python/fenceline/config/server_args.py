@@ -639,11 +639,9 @@ class ServerArgs:
 
     @classmethod
     def from_kwargs(cls, values: Mapping[str, object]) -> ServerArgs:
-        """Keyword arguments (``fenceline.Engine(**values)``) as flags, checked like a command line.
-
-        ``device`` may also be a registered kind (see memory_order.register_device), which the command line does not
-        accept. Raises ConfigError for unknown or refused names and for values of the wrong type.
-        """
+        """Keyword arguments (``fenceline.Engine(**values)``) as flags, checked like a command line. ``device`` may also
+        be a registered kind (see memory_order.register_device), which the command line does not accept. Raises
+        ConfigError for unknown or refused names and for values of the wrong type."""
         known = {name: value for name, value in values.items() if name != "device" or not is_registered(value)}
         args = cls(**from_mapping(cls, known))
         return args if len(known) == len(values) else dataclasses.replace(args, device=str(values["device"]))

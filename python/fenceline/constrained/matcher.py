@@ -33,10 +33,8 @@ EXCESS_S = 0.1
 
 class GrammarStore:
     """The grammars that the front end has sent, each until the front end says that it will not use it again.
-
     Deserialising a grammar takes up to some hundred milliseconds, during which the interpreter lock is free:
-    ``run_in_background`` does it. The scheduler's process has a thread for it.
-    """
+    ``run_in_background`` does it. The scheduler's process has a thread for it."""
 
     def __init__(self, eos_token_ids: Sequence[int], decides: bool = True) -> None:
         """``decides``: whether the requests of a grammar that has taken too much time end at once. With several ranks

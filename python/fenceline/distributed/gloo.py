@@ -23,7 +23,6 @@ _BACKLOG = 1024
 
 def join_group(backend: str, rank: int, size: int, meeting: str, **others: Any) -> None:
     """Make torch.distributed's default group of ``size`` ranks with ``backend``; waits until all have joined.
-
     ``meeting`` is the same for all: ``tcp://host:port`` of rank 0's host, or on one host the URI of a file that does
     not exist yet. Raises ``ValueError`` if rank 0 cannot listen there, else what torch raises."""
     if meeting.startswith("tcp://"):

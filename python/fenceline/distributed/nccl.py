@@ -59,9 +59,7 @@ class NcclBackend(CollectiveBackend):
 
     def give_up(self) -> None:
         """See ``memory_order.CollectiveBackend``. Aborts the group; destroying it would wait for operations that never
-        end.
-
-        NCCL ends all operations as soon as the abort begins. But the abort returns only when no CUDA graph that
+        end. NCCL ends all operations as soon as the abort begins. But the abort returns only when no CUDA graph that
         contains one of them exists any more, so a thread makes it, and nothing waits for that thread."""
         if self._given_up:
             return

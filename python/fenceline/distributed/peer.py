@@ -74,10 +74,8 @@ class PeerBackend:
 
     def _trial(self, own: PeerAllReduce) -> str:
         """Compare each of our operations with ``others`` and torch's operators. Returns the first problem, "" if there
-        is none.
-
-        A rank that has found a problem continues to the end: the other ranks do not know of it, and if this rank left
-        out an operation of ``others`` the next one would be combined with a different one of theirs."""
+        is none. A rank that has found a problem continues to the end: the other ranks do not know of it, and if this
+        rank left out an operation of ``others`` the next one would be combined with a different one of theirs."""
         generator = torch.Generator(self._device).manual_seed(self.rank)
         own.limit(_TRIAL_S)
         problem = ""

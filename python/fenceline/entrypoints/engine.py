@@ -124,13 +124,10 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Any:
-        """Complete one prompt or several, given as text or token ids.
-
-        Returns what /generate answers: one dict for one prompt, a list for several or ``n`` > 1, an iterator of dicts
-        with ``stream``. ``options`` are /generate's other
+        """Complete one prompt or several, given as text or token ids. Returns what /generate answers: one dict for one
+        prompt, a list for several or ``n`` > 1, an iterator of dicts with ``stream``. ``options`` are /generate's other
         fields (``return_logprob``, ``rid``, ...). Raises ValueError for a wrong request and RuntimeError if the engine
-        cannot serve it.
-        """
+        cannot serve it."""
         body = _body(prompt, sampling_params, input_ids, stream, options)
         if stream:
             return self._iterate(body)
@@ -159,12 +156,10 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Any:
-        """Write the assistant's next message of one conversation or of several.
-
-        Returns what /v1/chat/completions answers: one dict, a list for several conversations, with ``stream`` an
-        iterator of one conversation's chunks. ``options`` are other fields of that route (``tools``,
-        ``response_format``, ``chat_template_kwargs``, ...). Raises like :meth:`generate`.
-        """
+        """Write the assistant's next message of one conversation or of several. Returns what /v1/chat/completions
+        answers: one dict, a list for several conversations, with ``stream`` an iterator of one conversation's chunks.
+        ``options`` are other fields of that route (``tools``, ``response_format``, ``chat_template_kwargs``, ...).
+        Raises like :meth:`generate`."""
         several = are_several(messages)
         conversations: Sequence[Any] = messages if several else [messages]
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else None
@@ -321,11 +316,9 @@ class Engine:
         weight_version: str | None = None,
     ) -> tuple[bool, str, int]:
         """Replace the model's weights by another checkpoint of the same model, a directory or a hub id. Requests that
-        run are aborted, or computed again with the new weights from their tokens so far.
-
-        Returns whether this succeeded, a message, and how many requests were running. If it failed, the message is the
-        reason and nothing has changed. Raises ValueError if there is no checkpoint.
-        """
+        run are aborted, or computed again with the new weights from their tokens so far. Returns whether this
+        succeeded, a message, and how many requests were running. If it failed, the message is the reason and nothing
+        has changed. Raises ValueError if there is no checkpoint."""
         body = UpdateFromDiskBody(model_path, load_format, abort_all_requests, weight_version)
         reply = self._run(update_from_disk(self._manager, body))
         return reply.success, reply.message, int(str(answer_of(reply)["num_paused_requests"]))

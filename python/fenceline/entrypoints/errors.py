@@ -20,11 +20,8 @@ CLIENT_GONE = 499  # no client reads it; the access log shows it
 
 def error_body(error: RequestError) -> dict[str, object]:
     """OpenAI's object under ``error``, and flat beside it SGLang's: ``object``, ``message``, ``type``, ``param``,
-    ``code``.
-
-    The message, which may show what the client sent, is one line of bounded length. OpenAI's ``code`` is the
-    status unless a word fits better, SGLang's is always the status.
-    """
+    ``code``. The message, which may show what the client sent, is one line of bounded length. OpenAI's ``code`` is the
+    status unless a word fits better, SGLang's is always the status."""
     message = one_line(error.message[:MAX_MESSAGE_CHARS])
     fields = {"message": message, "type": error.type, "param": error.param}
     code = error.code if error.code is not None else error.status

@@ -31,11 +31,9 @@ MAX_NEUTRAL_BYTES = 4096  # a longer value asks for something
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a field is refused and what to do: ``remedy`` follows "NAME is not available: ".
-
-    Null, false, an empty string, list or object, and lists of these ask for nothing and are accepted, and so are the
-    values in ``neutral``.
-    """
+    """Why a field is refused and what to do: ``remedy`` follows "NAME is not available: ". Null, false, an empty
+    string, list or object, and lists of these ask for nothing and are accepted, and so are the values in
+    ``neutral``."""
 
     remedy: str
     neutral: tuple[object, ...] = ()
@@ -295,11 +293,9 @@ def parse_known(
     unknown: UnknownFields,
     amend: Callable[[dict[str, msgspec.Raw]], None] | None = None,
 ) -> T:
-    """``data`` as the struct ``kind``, which forbids fields that it does not declare: ``rules`` judge those.
-
-    Only a body that has such is looked at twice; ``amend`` may change what is kept of it. Raises RequestError 400 for
-    bad JSON, wrong types and fields that are refused.
-    """
+    """``data`` as the struct ``kind``, which forbids fields that it does not declare: ``rules`` judge those. Only a
+    body that has such is looked at twice; ``amend`` may change what is kept of it. Raises RequestError 400 for bad
+    JSON, wrong types and fields that are refused."""
     try:
         return parse_body(data, kind)
     except RequestError as error:

@@ -128,12 +128,9 @@ def _event(parts: list[bytes]) -> list[bytes]:
 
 
 class AnswerWriter:
-    """Writes the answers of one request as JSON, in pieces to be joined.
-
-    Streams repeat the whole text, all ids and all logprobs in each event, as SGLang's do. Encoding or copying all of it
-    anew each time would cost time quadratic in the answer's length; what was encoded before is kept, and all events
-    have it in common.
-    """
+    """Writes the answers of one request as JSON, in pieces to be joined. Streams repeat the whole text, all ids and all
+    logprobs in each event, as SGLang's do. Encoding or copying all of it anew each time would cost time quadratic in
+    the answer's length; what was encoded before is kept, and all events have it in common."""
 
     def __init__(
         self,

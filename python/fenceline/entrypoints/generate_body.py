@@ -187,10 +187,8 @@ async def expand(
     body: GenerateBody, config: EngineConfig, default_rid: str | None, thinking_end: int | None = None
 ) -> Expanded:
     """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError. ``thinking_end``:
-    the token that ends the thinking with which every answer begins, None where they do not.
-
-    Others run in between: there may be thousands.
-    """
+    the token that ends the thinking with which every answer begins, None where they do not. Others run in between:
+    there may be thousands."""
     prompts, single = _prompts(body, config.model.context_length)
     num = len(prompts)
     check_num_requests(num, 1)

@@ -40,10 +40,9 @@ _REFUSAL_HEAD = b"content-type: application/json\r\ncontent-length: %d\r\nconnec
 
 
 class JoiningTransport:
-    """``transport``, except that data is held until the callbacks that are ready now have run, or 64 KiB are.
-
-    uvloop hands each write to the kernel at once. An answer's head, its first event, the last event and the end of the
-    chunked body would be packets of their own, each of which wakes the client."""
+    """``transport``, except that data is held until the callbacks that are ready now have run, or 64 KiB are. uvloop
+    hands each write to the kernel at once. An answer's head, its first event, the last event and the end of the chunked
+    body would be packets of their own, each of which wakes the client."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport

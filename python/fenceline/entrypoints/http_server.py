@@ -90,12 +90,10 @@ def handlers_of(routes: Iterable[BaseRoute]) -> dict[str, Handler]:
 
 
 class DirectRoutes:
-    """POST to a path in ``handlers`` is answered by its handler, everything else by ``app``.
-
-    Errors are answered as ``app`` does (:func:`fenceline.entrypoints.errors.install_error_handlers`): the route changes
-    what a request costs, not what it gets. With plain routes of ``app`` instead, a request for two tokens cost this
-    process a third more CPU time (benchmark/bench_frontend.py, 1,024 streams); a stream's later tokens cost the same.
-    """
+    """POST to a path in ``handlers`` is answered by its handler, everything else by ``app``. Errors are answered as
+    ``app`` does (:func:`fenceline.entrypoints.errors.install_error_handlers`): the route changes what a request costs,
+    not what it gets. With plain routes of ``app`` instead, a request for two tokens cost this process a third more CPU
+    time (benchmark/bench_frontend.py, 1,024 streams); a stream's later tokens cost the same."""
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler]) -> None:
         self._app = app

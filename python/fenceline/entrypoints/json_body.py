@@ -20,12 +20,9 @@ PIECE_BYTES = 128 << 10  # of an answer that is sent in pieces
 
 
 class PartsResponse(Response):
-    """A JSON answer that is the concatenation of ``parts``.
-
-    A large one is sent in pieces, each in a turn of the event loop of its own: joined and written as one, forty
-    megabytes of logprobs would be copied several times in one turn, which everybody waits for. A client that does not
-    read stops it at the piece in hand.
-    """
+    """A JSON answer that is the concatenation of ``parts``. A large one is sent in pieces, each in a turn of the event
+    loop of its own: joined and written as one, forty megabytes of logprobs would be copied several times in one turn,
+    which everybody waits for. A client that does not read stops it at the piece in hand."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         num_bytes = sum(map(len, parts))
@@ -68,11 +65,9 @@ def json_response(value: object) -> Response:
 
 
 def parse_body(data: bytes, kind: type[T]) -> T:
-    """``data`` as ``kind``. Raises RequestError 400 for bad JSON and for values of the wrong type, and
-    RecursionError (which is answered with 400, see :mod:`fenceline.entrypoints.errors`) for values nested too deeply.
-
-    NaN and infinities are no JSON and refused like any other syntax error.
-    """
+    """``data`` as ``kind``. Raises RequestError 400 for bad JSON and for values of the wrong type, and RecursionError
+    (which is answered with 400, see :mod:`fenceline.entrypoints.errors`) for values nested too deeply. NaN and
+    infinities are no JSON and refused like any other syntax error."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

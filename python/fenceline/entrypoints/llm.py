@@ -35,10 +35,8 @@ class RequestOutput:
 
 class LLM:
     """vLLM's offline class for programs that were written for it. Other keyword arguments are this server's flags.
-
     Differences: parameters that are not given are those of the model's generation_config.json, and other servers' flags
-    are refused with what they are called here.
-    """
+    are refused with what they are called here."""
 
     def __init__(
         self, model: str, *, tokenizer: str | None = None, seed: int | None = None, **server_args: Any

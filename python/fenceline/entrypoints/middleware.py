@@ -33,10 +33,8 @@ MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
 class RequestMiddleware:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too, refuses
     what ``rules`` refuse and bodies over 64 MiB, and answers if the application has a defect. ``refused`` is told of
-    each request that is answered with an error.
-
-    All large bodies in the server at one time may have 256 MiB together; a body that exceeds this is answered with 503.
-    The memory of large bodies and answers is returned to the system."""
+    each request that is answered with an error. All large bodies in the server at one time may have 256 MiB together; a
+    body that exceeds this is answered with 503. The memory of large bodies and answers is returned to the system."""
 
     def __init__(
         self, app: ASGIApp, rules: AccessRules, refused: Callable[[RequestError], object] | None = None

@@ -139,9 +139,8 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
 
 async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
     """The result of ``write()``, which writes ``chunk``: in a thread if it has many logprobs, which take a microsecond
-    each or less.
-
-    Chunks are written there one after the other, because every thread that runs Python makes the event loop wait."""
+    each or less. Chunks are written there one after the other, because every thread that runs Python makes the event
+    loop wait."""
     if num_logprobs(chunk) <= _INLINE_LOGPROBS:
         return write()
     return await asyncio.get_running_loop().run_in_executor(_LOGPROB_THREAD, write)
@@ -155,9 +154,8 @@ def num_logprobs(chunk: GenerateChunk) -> int:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T], is_long: bool = False) -> T:
     """The result of ``work``, which is cancelled if the client disconnects meanwhile; ClientDisconnect is raised then.
-
-    The body must have been read. If it is small, the work is too short to watch for a disconnect, unless ``is_long``.
-    """
+    The body must have been read. If it is small, the work is too short to watch for a disconnect, unless
+    ``is_long``."""
     if not is_long and request.scope.get(BODY_BYTES, 0) <= _SHORT_WORK_BYTES:
         return await work
     return await unless_gone(request, work)

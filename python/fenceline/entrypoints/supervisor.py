@@ -47,12 +47,9 @@ class Stop:
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet, and whose port no other process can take until it does. Raises
-    ValueError with one line if the address cannot be used.
-
-    Between bind() and listen() Linux lets others take the port if both sides have SO_REUSEADDR, and then listen()
-    fails minutes later. So it is set only if the port cannot be had without: connections of a server that has just
-    ended are still in TIME_WAIT.
-    """
+    ValueError with one line if the address cannot be used. Between bind() and listen() Linux lets others take the port
+    if both sides have SO_REUSEADDR, and then listen() fails minutes later. So it is set only if the port cannot be had
+    without: connections of a server that has just ended are still in TIME_WAIT."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         try:

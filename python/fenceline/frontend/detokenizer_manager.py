@@ -221,12 +221,9 @@ class StopMatch:
 
 
 class _State:
-    """The beginning, ``depth`` characters long, that all of ``stops`` share.
-
-    ``fallback`` is the longest other beginning with which this one ends (None for the empty one, which has no other).
-    ``match`` is the longest stop string with which this beginning ends, "" if there is none; ``goes_on``: one of
-    ``stops`` is longer.
-    """
+    """The beginning, ``depth`` characters long, that all of ``stops`` share. ``fallback`` is the longest other
+    beginning with which this one ends (None for the empty one, which has no other). ``match`` is the longest stop
+    string with which this beginning ends, "" if there is none; ``goes_on``: one of ``stops`` is longer."""
 
     __slots__ = ("_ahead", "_next", "depth", "fallback", "goes_on", "match")
 
@@ -265,11 +262,9 @@ class _State:
 
 
 class StopScanner:
-    """Holds back the end of the text that may still become a stop string.
-
-    The match is the one that completes first; of several completing with the same character the longest.
-    That makes the outcome independent of how the text was cut into pieces.
-    """
+    """Holds back the end of the text that may still become a stop string. The match is the one that completes first; of
+    several completing with the same character the longest. That makes the outcome independent of how the text was cut
+    into pieces."""
 
     __slots__ = ("_held", "_state")
 

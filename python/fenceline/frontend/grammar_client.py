@@ -54,11 +54,10 @@ _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be 
 
 
 class CompileQueue:
-    """Limits how many grammars are compiled at a time. Belongs to one event loop.
-
-    Most grammars take milliseconds, but a hostile one takes as long as it is allowed. So each has a short turn first,
-    and those that need more time wait again for a long turn. While both kinds wait, one turn at a time is a long one.
-    Within a kind the smallest rank goes first, and then whoever came first."""
+    """Limits how many grammars are compiled at a time. Belongs to one event loop. Most grammars take milliseconds, but
+    a hostile one takes as long as it is allowed. So each has a short turn first, and those that need more time wait
+    again for a long turn. While both kinds wait, one turn at a time is a long one. Within a kind the smallest rank goes
+    first, and then whoever came first."""
 
     def __init__(self, num_turns: int) -> None:
         """``num_turns``: how many at a time, at least two, since one of them is never a long turn."""
@@ -309,10 +308,9 @@ def _note_error(task: asyncio.Task[None]) -> None:
 
 
 class CompileProcess:
-    """The process that compiles, as the event loop sees it; it compiles ``num_children`` grammars at a time.
-
-    A process that does not answer in time is killed: it hangs, or somebody has stopped it. ``ended``: it cannot be used
-    any more, since ``ended_s`` on the monotonic clock. ``start_error``: why it never could be."""
+    """The process that compiles, as the event loop sees it; it compiles ``num_children`` grammars at a time. A process
+    that does not answer in time is killed: it hangs, or somebody has stopped it. ``ended``: it cannot be used any more,
+    since ``ended_s`` on the monotonic clock. ``start_error``: why it never could be."""
 
     def __init__(self, source: VocabularySource, num_children: int) -> None:
         self._loop = asyncio.get_running_loop()

@@ -11,12 +11,10 @@ from fenceline.frontend.request_types import GenerateChunk, RequestError, error_
 
 
 class RequestStream:
-    """An async iterator over the chunks of one request; leaving it early aborts the request.
-
-    Use as ``async with await manager.submit(inp) as stream: async for chunk in stream: ...``. Chunks that
-    arrive while nobody reads are merged into the next one read. Iteration raises RequestError if the engine
-    dies. ``prompt_ids`` is the prompt as the scheduler got it.
-    """
+    """An async iterator over the chunks of one request; leaving it early aborts the request. Use as ``async with await
+    manager.submit(inp) as stream: async for chunk in stream: ...``. Chunks that arrive while nobody reads are merged
+    into the next one read. Iteration raises RequestError if the engine dies. ``prompt_ids`` is the prompt as the
+    scheduler got it."""
 
     __slots__ = ("_abort", "_error", "_exhausted", "_notify", "_pending", "_whole", "prompt_ids", "rid")
 

@@ -82,12 +82,9 @@ class RequestEntry:
 
 
 class RequestTable:
-    """Requests by id.
-
-    A client may use an id again as soon as its request has ended, while messages about that request are still on
-    their way, and before the scheduler knows that it has ended. So a reused id is sent under another name, the
-    *wire id*, and messages are matched by the wire id alone.
-    """
+    """Requests by id. A client may use an id again as soon as its request has ended, while messages about that request
+    are still on their way, and before the scheduler knows that it has ended. So a reused id is sent under another name,
+    the *wire id*, and messages are matched by the wire id alone."""
 
     def __init__(self, max_queued: int | None, priority: PriorityConfig | None = None) -> None:
         self._max_queued = max_queued

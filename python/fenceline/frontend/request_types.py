@@ -111,12 +111,10 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The new output of one request since its last chunk. Chunks for a slow reader are merged, not queued.
-
-    ``text``, ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and
-    ``e2e_latency`` (seconds since the request arrived) are totals. ``input_logprobs`` comes once, with
-    the first chunk. ``finish_reason`` and ``times`` are not None in the last chunk only.
-    """
+    """The new output of one request since its last chunk. Chunks for a slow reader are merged, not queued. ``text``,
+    ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and ``e2e_latency`` (seconds since
+    the request arrived) are totals. ``input_logprobs`` comes once, with the first chunk. ``finish_reason`` and
+    ``times`` are not None in the last chunk only."""
 
     rid: str
     text: str

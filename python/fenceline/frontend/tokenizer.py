@@ -28,9 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokenizer:
     """A loaded tokenizer. ``special_tokens`` maps ``bos_token`` ... to texts, as chat templates read them;
     ``chat_template`` is the template that came with it, if any. Thread-safe; encoding a long text releases the GIL.
-
-    ``max_token_chars``: the most characters that one token may stand for, None if that cannot be said.
-    """
+    ``max_token_chars``: the most characters that one token may stand for, None if that cannot be said."""
 
     def __init__(
         self, backend: RustTokenizer, special_tokens: dict[str, str] | None = None, chat_template: str | None = None
@@ -112,12 +110,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load from a local directory with a ``tokenizer.json``.
-
-    A directory with only a sentencepiece model is converted by transformers, which costs its import. Code in it is
-    never run.
-    Raises ValueError with the remedy if there is no tokenizer.
-    """
+    """Load from a local directory with a ``tokenizer.json``. A directory with only a sentencepiece model is converted
+    by transformers, which costs its import. Code in it is never run. Raises ValueError with the remedy if there is no
+    tokenizer."""
     folder = Path(path)
     config = read_optional(folder / "tokenizer_config.json")
     specials = _special_tokens(config, folder)

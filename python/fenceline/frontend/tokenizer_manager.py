@@ -76,11 +76,9 @@ _TURN_IDS = 1 << 17  # of prompts that are looked through in one turn of the eve
 
 
 class TokenizerManager:
-    """Tokenises and validates requests, sends them to the scheduler and routes their outputs back.
-
-    Lives on one event loop; every method belongs to that loop's thread.
-    ``tokenizer`` is None under --skip-tokenizer-init. ``limits`` is None until the scheduler is ready.
-    """
+    """Tokenises and validates requests, sends them to the scheduler and routes their outputs back. Lives on one event
+    loop; every method belongs to that loop's thread. ``tokenizer`` is None under --skip-tokenizer-init. ``limits`` is
+    None until the scheduler is ready."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, link: SchedulerLink) -> None:
         self.config = config
@@ -226,10 +224,9 @@ class TokenizerManager:
 
     @contextmanager
     def reserved_id(self, wanted: str, instead: Callable[[], str] = new_rid) -> Iterator[str]:
-        """The id of a request whose client gave none: ``wanted``, or one made by ``instead`` where that is taken.
-
-        In the ``with`` block, in which the request is prepared and sent, nobody else gets the same: clients may send
-        one X-Request-Id with several requests, and only ``rid`` promises to be unique."""
+        """The id of a request whose client gave none: ``wanted``, or one made by ``instead`` where that is taken. In
+        the ``with`` block, in which the request is prepared and sent, nobody else gets the same: clients may send one
+        X-Request-Id with several requests, and only ``rid`` promises to be unique."""
         rid = instead() if self.is_active(wanted) else wanted
         self._preparing.add(rid)
         try:

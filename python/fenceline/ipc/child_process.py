@@ -41,12 +41,10 @@ _main_hidden = threading.Lock()  # two threads may start children at the same ti
 
 
 def prepare_child(name: str, args: ServerArgs, ports: PortArgs, replica: int = 0) -> None:
-    """Set up a child process: logging, signals, a heartbeat, and an end together with the parent.
-
-    Ctrl-C reaches the whole foreground group and a service manager's SIGTERM every process of the service,
-    but only the parent decides what stops when: children ignore both. They end on :class:`ShutdownReq`, when
-    the parent kills them, or when the parent is gone, ``kill -9`` included.
-    """
+    """Set up a child process: logging, signals, a heartbeat, and an end together with the parent. Ctrl-C reaches the
+    whole foreground group and a service manager's SIGTERM every process of the service, but only the parent decides
+    what stops when: children ignore both. They end on :class:`ShutdownReq`, when the parent kills them, or when the
+    parent is gone, ``kill -9`` included."""
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
@@ -70,11 +68,9 @@ def prepare_child(name: str, args: ServerArgs, ports: PortArgs, replica: int = 0
 @contextmanager
 def starting_children() -> Iterator[None]:
     """Processes that are started inside this context ignore the parent's signals from the beginning, long before
-    :func:`prepare_child` runs in them. Signals to this thread are delivered at the end.
-
-    Nor do they import the program's main module, as children of multiprocessing do otherwise: it may start another
-    engine where it has no ``if __name__ == "__main__"``, and be no file.
-    """
+    :func:`prepare_child` runs in them. Signals to this thread are delivered at the end. Nor do they import the
+    program's main module, as children of multiprocessing do otherwise: it may start another engine where it has no ``if
+    __name__ == "__main__"``, and be no file."""
     resource_tracker.ensure_running()  # multiprocessing starts it with the first child, and unblocks signals then
     with _main_hidden:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PARENTS_SIGNALS, DUMP_SIGNAL))
@@ -144,11 +140,9 @@ def freeze_garbage_collector() -> None:
 
 
 class Silence:
-    """Measures for how long something has not changed while its watcher was running.
-
-    A watcher that was itself stopped, or asleep with the whole machine, has not looked: between two looks at most
-    ``interval_s``, the time that was planned, counts.
-    """
+    """Measures for how long something has not changed while its watcher was running. A watcher that was itself stopped,
+    or asleep with the whole machine, has not looked: between two looks at most ``interval_s``, the time that was
+    planned, counts."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s

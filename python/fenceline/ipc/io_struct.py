@@ -210,11 +210,9 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenPairs(msgspec.Struct, array_like=True):
-    """For each of consecutive positions its (logprob, token id) pairs, any number of them.
-
-    Iterating gives a list of pairs for each position. They travel as bytes, float32 and int32: half a million pairs
-    would be two million Python objects in each of three processes, and encoding and decoding them takes as many turns.
-    """
+    """For each of consecutive positions its (logprob, token id) pairs, any number of them. Iterating gives a list of
+    pairs for each position. They travel as bytes, float32 and int32: half a million pairs would be two million Python
+    objects in each of three processes, and encoding and decoding them takes as many turns."""
 
     counts: list[int] = []  # of the pairs of each position
     logprobs: bytearray = msgspec.field(default_factory=bytearray)
@@ -294,12 +292,9 @@ class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True, array_like=
 
 
 class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The new tokens of one request since the last :class:`TokenOut` of the same request.
-
-    The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
-    its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
-    ``cached_tokens_details`` is None without HiCache.
-    """
+    """The new tokens of one request since the last :class:`TokenOut` of the same request. The first one (``decode`` not
+    None) carries what decoding needs. ``output_ids`` of a request over all its messages are its whole output, once
+    each, in order. ``finish_reason`` not None: the last message. ``cached_tokens_details`` is None without HiCache."""
 
     rid: str
     output_ids: list[int]

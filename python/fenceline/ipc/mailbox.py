@@ -89,11 +89,9 @@ class Outbox:
 
 
 class Inbox(Generic[M]):
-    """What one process receives at ``endpoint``; a port ``*`` is any that is free. Belongs to one thread.
-
-    What ``decoder`` does not take is logged and dropped: garbage, and well-formed messages for somebody else. Whoever
-    can write to the socket cannot end its reader with that.
-    """
+    """What one process receives at ``endpoint``; a port ``*`` is any that is free. Belongs to one thread. What
+    ``decoder`` does not take is logged and dropped: garbage, and well-formed messages for somebody else. Whoever can
+    write to the socket cannot end its reader with that."""
 
     def __init__(self, endpoint: str, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self._context = zmq.Context()

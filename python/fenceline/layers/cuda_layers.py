@@ -73,11 +73,9 @@ def _programmatic(kernel: Any) -> Callable[..., object]:
 
 
 class CudaLayerKernels(LayerKernels):
-    """Triton kernels. From sm_90 on they may start before the preceding kernel has ended.
-
-    Before they wait for that kernel they read weights; ``rotate_and_store`` also reads the table, positions and
-    out_slots. So there must be another kernel between the one that writes these and the one that reads them.
-    """
+    """Triton kernels. From sm_90 on they may start before the preceding kernel has ended. Before they wait for that
+    kernel they read weights; ``rotate_and_store`` also reads the table, positions and out_slots. So there must be
+    another kernel between the one that writes these and the one that reads them."""
 
     def __init__(self, device: torch.device, fixed: SplitWorkspace | None = None) -> None:
         """``fixed``: that of products in a fixed order, which all sums then have; see ``LayerKernels.fixed_order``."""
@@ -245,9 +243,8 @@ class FixedDenseWeight(DenseWeight):
 
 def find_fixed_product(device: torch.device) -> tuple[FixedProduct, SplitWorkspace]:
     """``fixed_linear`` for ``device`` and its workspace. From now on Triton joins no product with a sum into one
-    operation: whether it could depends on what is around them.
-
-    Raises ``ValueError`` if a row's product depends on the number of rows here."""
+    operation: whether it could depends on what is around them. Raises ``ValueError`` if a row's product depends on the
+    number of rows here."""
     triton.knobs.language.default_fp_fusion = False
     workspace = SplitWorkspace(device)
     multiply = partial(fixed_linear, workspace=workspace, pdl=torch.cuda.get_device_capability(device) >= (9, 0))

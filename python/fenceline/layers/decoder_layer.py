@@ -42,11 +42,9 @@ class BranchNorms:
 
 
 class Branch(ABC):
-    """x += scale * after(f(before(x))), where a subclass defines f and ``before`` and ``after`` are norms.
-
-    Most families have no norm ``after`` and a scale of 1. GLM-4 has both norms (sandwich norms), OLMo 2 has only the
-    second one, and Granite has a scale.
-    """
+    """x += scale * after(f(before(x))), where a subclass defines f and ``before`` and ``after`` are norms. Most
+    families have no norm ``after`` and a scale of 1. GLM-4 has both norms (sandwich norms), OLMo 2 has only the second
+    one, and Granite has a scale."""
 
     name: str  # in the checkpoint, below the layer's
 

@@ -26,11 +26,9 @@ def mxfp4_slots(
     starts: tuple[int, int],
 ) -> WeightSlots:
     """The slots ``{name}_blocks`` and ``{name}_scales`` of matrices of ``shape`` [num, rows, K], both uint8: a byte has
-    two numbers of a row, the first in its lower bits (OCP Microscaling Formats v1.0, as gpt-oss is published).
-
-    ``data`` and ``scales`` are the parameters in the form that ``arrange`` makes (see ``four_bit``), ``starts`` where
-    their parts begin.
-    """
+    two numbers of a row, the first in its lower bits (OCP Microscaling Formats v1.0, as gpt-oss is published). ``data``
+    and ``scales`` are the parameters in the form that ``arrange`` makes (see ``four_bit``), ``starts`` where their
+    parts begin."""
     num, rows, k = shape
     groups, both = k // MXFP4_GROUP, object()
     return {
@@ -149,12 +147,9 @@ class ExpertMatrices:
         self, name: str, full_shape: tuple[int, int, int], arrange: Arrange, start: int, halves: bool = False
     ) -> WeightSlots:
         """Where tensors with the matrices of all experts go; ``full_shape`` is [num, rows, k]. The checkpoint has one
-        tensor of plain numbers, with the last two axes exchanged, or the two tensors of MXFP4.
-
-        ``arrange`` turns such a tensor into [own, 2, rows / 2, k] if ``halves``, and this process takes the rows from
-        ``start`` on of each half. Otherwise it turns it into [own, rows, k], and this process takes the inputs from
-        ``start`` on.
-        """
+        tensor of plain numbers, with the last two axes exchanged, or the two tensors of MXFP4. ``arrange`` turns such a
+        tensor into [own, 2, rows / 2, k] if ``halves``, and this process takes the rows from ``start`` on of each half.
+        Otherwise it turns it into [own, rows, k], and this process takes the inputs from ``start`` on."""
         num, rows, k = full_shape
         params = [param for param in (self.data, self.scales) if param is not None]
         starts = [start if halves else start * param.shape[2] // self.shape[2] for param in params]

@@ -98,10 +98,9 @@ class SharedExpert:
 
 
 class ExpertsMLP(Branch):
-    """x += the sum of weight * expert(norm(x)) over each token's experts, + shared(norm(x)).
-
-    Each rank holds a part of the features of every expert, or with --ep-size of some of the experts, and sees all
-    tokens. It adds up what its parts contribute, so one all-reduce completes the result, whatever the routing is."""
+    """x += the sum of weight * expert(norm(x)) over each token's experts, + shared(norm(x)). Each rank holds a part of
+    the features of every expert, or with --ep-size of some of the experts, and sees all tokens. It adds up what its
+    parts contribute, so one all-reduce completes the result, whatever the routing is."""
 
     def __init__(self, site: LayerSite, names: ExpertNames = ExpertNames(), norms: BranchNorms = BEFORE_MLP) -> None:
         super().__init__(site.config, site.context, norms)

@@ -63,10 +63,8 @@ class GraphDecodeInputs:
 class QueryTree:
     """What the queries of each request attend to. The last ``num_nodes`` tokens of a request are the nodes of a tree or
     a chain, and the last ``num_queries`` of these are the queries. All queries see all tokens before the nodes.
-
-    ``ancestors`` [B, num_queries] int64: bit n says that the query attends to node n. A query always attends to its
-    own node, whatever that bit says, so 0 is a safe pad value. None: the nodes are a chain, and attention is causal.
-    """
+    ``ancestors`` [B, num_queries] int64: bit n says that the query attends to node n. A query always attends to its own
+    node, whatever that bit says, so 0 is a safe pad value. None: the nodes are a chain, and attention is causal."""
 
     num_queries: int
     num_nodes: int  # num_queries to 64
@@ -104,11 +102,9 @@ class AttentionPlan(ABC):
 
     @abstractmethod
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Causal attention over the prefix and the new tokens, all of which are in the pool.
-
-        q [T, num_heads, head_dim] and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose
-        last axis is contiguous → contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD).
-        """
+        """Causal attention over the prefix and the new tokens, all of which are in the pool. q [T, num_heads, head_dim]
+        and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose last axis is contiguous →
+        contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD)."""
 
     def forward_into(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor

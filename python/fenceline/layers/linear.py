@@ -198,11 +198,9 @@ class WideNorm:
 
 
 class VocabParallelEmbedding:
-    """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding.
-
-    As an embedding, the ranks' results are summed. As the head (the product with hidden states) they are concatenated,
-    with the padding last. Padding rows are zero, and no token id selects them.
-    """
+    """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding. As an
+    embedding, the ranks' results are summed. As the head (the product with hidden states) they are concatenated, with
+    the padding last. Padding rows are zero, and no token id selects them."""
 
     def __init__(
         self,

@@ -91,12 +91,10 @@ class QuantizedFormat(ABC):
 
 
 class Fp8Format(QuantizedFormat):
-    """E4M3 numbers (arXiv:2209.05433) with a scale for each row, or for each 128 numbers of a row.
-
-    Checkpoints have scales for tensors, rows or blocks of 128 x 128. A scale for several rows is stored once for each
-    of them, so that fused layers and ranks may cut a matrix anywhere. A kernel that multiplies in fp8 divides the input
-    by ``input_scale``; None: it computes a scale for each row.
-    """
+    """E4M3 numbers (arXiv:2209.05433) with a scale for each row, or for each 128 numbers of a row. Checkpoints have
+    scales for tensors, rows or blocks of 128 x 128. A scale for several rows is stored once for each of them, so that
+    fused layers and ranks may cut a matrix anywhere. A kernel that multiplies in fp8 divides the input by
+    ``input_scale``; None: it computes a scale for each row."""
 
     kind = "fp8"
 
@@ -159,10 +157,9 @@ class Fp8Format(QuantizedFormat):
 
 
 class Int8Format(QuantizedFormat):
-    """Integers from -128 to 127 with a scale for each row, or for each 128 numbers of a row.
-
-    Checkpoints of which inputs are rounded too (W8A8) are multiplied with the input as it is, which is nearer to the
-    model that was rounded. The tensors with scales and zero points of inputs are not used."""
+    """Integers from -128 to 127 with a scale for each row, or for each 128 numbers of a row. Checkpoints of which
+    inputs are rounded too (W8A8) are multiplied with the input as it is, which is nearer to the model that was rounded.
+    The tensors with scales and zero points of inputs are not used."""
 
     kind = "int8"
 
@@ -207,12 +204,10 @@ class Int8Format(QuantizedFormat):
 
 
 class Int4Format(QuantizedFormat):
-    """Integers of four bits, from 0 to 15, with a scale and a zero point for each group along a row.
-
-    ``data`` [out_features, in_features / 2] uint8: each eight numbers of a row are a little-endian word of 32 bits.
-    Number 2 j is in the four bits from bit 4 j on, and number 2 j + 1 in those from bit 16 + 4 j on. So a shift and a
-    mask yield two adjacent numbers, one in each half of a word.
-    """
+    """Integers of four bits, from 0 to 15, with a scale and a zero point for each group along a row. ``data``
+    [out_features, in_features / 2] uint8: each eight numbers of a row are a little-endian word of 32 bits. Number 2 j
+    is in the four bits from bit 4 j on, and number 2 j + 1 in those from bit 16 + 4 j on. So a shift and a mask yield
+    two adjacent numbers, one in each half of a word."""
 
     kind = "int4"
 

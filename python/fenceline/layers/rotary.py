@@ -103,10 +103,9 @@ def _order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...] | 
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, context_length: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """``(frequencies [head_dim / 2] float32 on the CPU, factor of cos and sin)``.
-
-    With longrope and dynamic scaling they depend on the length of a sequence in transformers. Here ``context_length``
-    takes its place, so that a position has the same angle in all sequences and cached keys stay valid."""
+    """``(frequencies [head_dim / 2] float32 on the CPU, factor of cos and sin)``. With longrope and dynamic scaling
+    they depend on the length of a sequence in transformers. Here ``context_length`` takes its place, so that a position
+    has the same angle in all sequences and cached keys stay valid."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:

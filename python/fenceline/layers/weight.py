@@ -178,11 +178,9 @@ class RMSNorm:
 
 
 class Weight(ABC):
-    """A matrix [out_features, in_features].
-
-    All products run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
-    model's dtype; sums are at least float32. A bias is [out_features].
-    """
+    """A matrix [out_features, in_features]. All products run on the current stream and never make the host wait.
+    Activations are contiguous [T, features] in the model's dtype; sums are at least float32. A bias is
+    [out_features]."""
 
     kind: str  # the number format: "dense"
 

@@ -185,10 +185,8 @@ class HiCache:
 
     def offload(self, node: TreeNode, tail_page: int | None, num_tokens: int, after: Points) -> OffloadedTail | None:
         """Back up what a retracted request leaves behind: the path of ``node`` whatever the policy, and ``tail_page``,
-        the partial page after it, which the request still owns and the steps up to ``after`` still write.
-
-        None if the request has no such page or the host is full. The next user of ``tail_page`` waits for the ticket.
-        """
+        the partial page after it, which the request still owns and the steps up to ``after`` still write. None if the
+        request has no such page or the host is full. The next user of ``tail_page`` waits for the ticket."""
         ticket = self._ticket(TransferKind.STORE)
         nodes = self.tree.backup_candidates(node, force=True)
         moves = [self.tree.begin_backup(nodes, ticket)]

@@ -130,12 +130,9 @@ def check_row_bytes(config: EngineConfig, device: Device, num_rows: int, max_pag
 
 def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ranks: int = 1) -> int:
     """Number of pages of the KV pool, the sink page included. ``num_ranks``: how many ranks share the host's memory, if
-    the device is the CPU.
-
-    ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights and page tables (which
-    are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the
-    remedy when that is less than one request of two pages.
-    """
+    the device is the CPU. ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights
+    and page tables (which are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with
+    the remedy when that is less than one request of two pages."""
     page_size, page_bytes = layout.page_size, layout.page_nbytes
     free, total = device.memory_info()
     if config.max_total_tokens is not None:

@@ -85,10 +85,8 @@ def page_keys(
     parent: PageKey, token_ids: NDArray[np.integer[Any]], page_size: int, lookahead: int = 0
 ) -> list[PageKey]:
     """The keys of the whole pages of ``token_ids`` [n] behind which ``lookahead`` tokens are known; any integer dtype
-    with values of int32; the tail is ignored.
-
-    ``parent``: the key of the page before them, or ``PageFingerprint.root_key``. About 0.5 us a page.
-    """
+    with values of int32; the tail is ignored. ``parent``: the key of the page before them, or
+    ``PageFingerprint.root_key``. About 0.5 us a page."""
     assert len(parent) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(parent)}"
     assert token_ids.ndim == 1, f"token_ids must be a vector, got {token_ids.ndim} dimensions"
     num_pages = max(len(token_ids) - lookahead, 0) // page_size

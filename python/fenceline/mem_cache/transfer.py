@@ -26,12 +26,10 @@ class TransferKind(Enum):
 
 
 class Ticket:
-    """The identity of one transfer. Its Points are set exactly once, when the transfer is submitted.
-
-    ``num_pages``, pages of the tree, grows until then (several ``begin_load`` may share one ticket). ``waited``
-    (loads): FORWARD has waited for all of its Points, so that work submitted to FORWARD from then on needs no
-    further wait. Tickets compare by identity; ``id`` is for order, logs and errors.
-    """
+    """The identity of one transfer. Its Points are set exactly once, when the transfer is submitted. ``num_pages``,
+    pages of the tree, grows until then (several ``begin_load`` may share one ticket). ``waited`` (loads): FORWARD has
+    waited for all of its Points, so that work submitted to FORWARD from then on needs no further wait. Tickets compare
+    by identity; ``id`` is for order, logs and errors."""
 
     __slots__ = ("_layer_points", "_points", "id", "kind", "num_pages", "waited")
 
@@ -82,12 +80,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageMove:
-    """What has to be copied: page ``i`` of one side to or from page ``i`` of the other.
-
-    ``device_pages``, ``host_pages`` int32 [n], owned by the tree. ``after``: what the copying stream waits for
-    first, as far as the tree knows it: earlier users of these pages. The Points of pages that the caller brought
-    (the device pages of a load) are the caller's to join.
-    """
+    """What has to be copied: page ``i`` of one side to or from page ``i`` of the other. ``device_pages``,
+    ``host_pages`` int32 [n], owned by the tree. ``after``: what the copying stream waits for first, as far as the tree
+    knows it: earlier users of these pages. The Points of pages that the caller brought (the device pages of a load) are
+    the caller's to join."""
 
     device_pages: I32
     host_pages: I32

@@ -102,11 +102,9 @@ class Past(NamedTuple):
 
 class Memory:
     """Memory of ``num_rows`` rows under the name that reports give it; with one row it is watched as a whole.
-
     ``tensor`` is the memory itself if it is used as a whole, else None. ``last_reads`` and ``last_writes`` hold each
     agent's latest tick over all rows, which is enough to show that most accesses are ordered. While accesses repeat
-    with the same array of rows, only their tick is updated; the tables of rows are written when another array comes.
-    """
+    with the same array of rows, only their tick is updated; the tables of rows are written when another array comes."""
 
     def __init__(self, name: str, num_rows: int = 1, row_name: str = "row", tensor: torch.Tensor | None = None) -> None:
         self.name = name
@@ -184,12 +182,10 @@ class Memory:
 
 
 class PagedMemory(Memory):
-    """Pages of ``page_size`` tokens that ``reader`` reads through a page table of shape ``table``.
-
-    A step reads all pages of its rows, too many to note each time. So a step's accesses are kept as rows and lengths,
-    and are noted at the pages themselves only when the table changes there or when another agent's access has to be
-    compared. The table here is the host's copy of the device's.
-    """
+    """Pages of ``page_size`` tokens that ``reader`` reads through a page table of shape ``table``. A step reads all
+    pages of its rows, too many to note each time. So a step's accesses are kept as rows and lengths, and are noted at
+    the pages themselves only when the table changes there or when another agent's access has to be compared. The table
+    here is the host's copy of the device's."""
 
     def __init__(self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName) -> None:
         super().__init__(name, num_pages, "page")
@@ -224,10 +220,8 @@ class PagedMemory(Memory):
 
     def note_rows(self, tick: int, rows: Rows, lengths: Rows, writes_last: bool) -> None:
         """The reader reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N], and may write the last ones.
-
         The caller must not change either array later. If ``rows`` is the same array as in the last call, no length may
-        be smaller than it was then.
-        """
+        be smaller than it was then."""
         self.last_reads[self._reader] = tick
         if self._latest is not None and self._latest[1] is not rows:
             self._cover()

@@ -69,10 +69,9 @@ class Arena:
 
     def fill(self, sources: Mapping[str, torch.Tensor], num_live: int, num_rows: int | None = None) -> None:
         """Give the first ``num_live`` rows of every PLAN field the values of ``sources`` [num_live, *shape], its other
-        rows and all of the INPUT fields their pads. On FORWARD, in one launch where the device can.
-
-        ``num_rows``: how many rows the next replays read, all by default; the rest keep what they have. Raises
-        ``ValueError`` unless ``sources`` are exactly the PLAN fields."""
+        rows and all of the INPUT fields their pads. On FORWARD, in one launch where the device can. ``num_rows``: how
+        many rows the next replays read, all by default; the rest keep what they have. Raises ``ValueError`` unless
+        ``sources`` are exactly the PLAN fields."""
         plan = [field.name for field in self.fields.values() if field.role is Role.PLAN]
         if sources.keys() != set(plan):
             raise ValueError(f"arena {self.name} is filled with {', '.join(plan)}, all of them")

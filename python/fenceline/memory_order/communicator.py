@@ -30,10 +30,8 @@ class PeerLostError(RuntimeError):
 
 class CollectiveBackend(Protocol):
     """Collective operations on the current stream. Tensors are contiguous and on the device of the ranks. A back end
-    inherits what this class implements unless it can do better.
-
-    All operations raise ``PeerLostError`` where another rank has ended. None has a time limit.
-    """
+    inherits what this class implements unless it can do better. All operations raise ``PeerLostError`` where another
+    rank has ended. None has a time limit."""
 
     rank: int
     size: int

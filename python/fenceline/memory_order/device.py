@@ -190,11 +190,9 @@ class Device(ABC):
     @abstractmethod
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the bytes of ``source``, uint8 on the device, to ``host``, uint8 of a :meth:`host_buffer`, on FORWARD.
-        Their number must be a multiple of 8.
-
-        A kernel on FORWARD does it, for a few kilobytes at most: the copy engine makes copies to the host in the order
-        in which all streams have submitted them, so that this one might have to wait for a large backup.
-        """
+        Their number must be a multiple of 8. A kernel on FORWARD does it, for a few kilobytes at most: the copy engine
+        makes copies to the host in the order in which all streams have submitted them, so that this one might have to
+        wait for a large backup."""
 
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up, growth of a ring and shut-down only."""
@@ -221,11 +219,9 @@ class Device(ABC):
 
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         """Declare that the calling thread, one of :meth:`start_worker`, now reads or writes ``buffer``, which is from
-        :meth:`host_buffer`. (The scheduler's thread uses :meth:`declare`.)
-
-        Has an effect only on a device with ``watches_host``, so a caller that would have to make a view for ``buffer``
-        need not call it on other devices.
-        """
+        :meth:`host_buffer`. (The scheduler's thread uses :meth:`declare`.) Has an effect only on a device with
+        ``watches_host``, so a caller that would have to make a view for ``buffer`` need not call it on other
+        devices."""
         return
 
     def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:

@@ -33,11 +33,9 @@ class GraphError(RuntimeError):
 
 
 class GraphPool:
-    """The memory that one owner's graphs allocate while they are captured (F17).
-
-    Graphs of one pool overwrite each other's temporaries and outputs, so the values of two of them must never be needed
-    at the same time; that is why a pool has one owner. Nothing that outlives a replay may be allocated in it.
-    """
+    """The memory that one owner's graphs allocate while they are captured (F17). Graphs of one pool overwrite each
+    other's temporaries and outputs, so the values of two of them must never be needed at the same time; that is why a
+    pool has one owner. Nothing that outlives a replay may be allocated in it."""
 
     def __init__(self, owner: str, raw: object) -> None:
         self.owner = owner

@@ -146,10 +146,8 @@ def pad_value(device: Device, pad: int | float | Guard) -> int | float:
 def size_lookup(device: Device, padding: bool) -> Callable[[Sequence[int], int], int | None]:
     """Guard ``total_buckets``: a function that finds the graph of a batch. It takes the captured sizes, ascending, and
     the size of the batch, and returns the smallest size that holds the batch, or without ``padding`` only its exact
-    size. If there is none it returns None, and the batch runs without a graph.
-
-    Severed, a batch that is too large is cut to the largest graph that is not larger.
-    """
+    size. If there is none it returns None, and the batch runs without a graph. Severed, a batch that is too large is
+    cut to the largest graph that is not larger."""
     if not device.keeps(TOTAL_BUCKETS):
         return _cut_to_fit
     return _padded if padding else _exact

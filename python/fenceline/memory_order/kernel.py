@@ -57,7 +57,6 @@ class KernelAccesses(Protocol):
     ) -> None:
         """The kernel reads the first ``lengths`` [B] tokens, without the last ``but_last`` of them, of the requests
         ``rows`` [B]: slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p.
-
         With a ``window`` it leaves out those in front of the window of the first of each request's queries, which are
         its last tokens: ``queries`` of them, or as many as lie between the numbers of ``queries`` [B + 1]."""
 
@@ -89,10 +88,8 @@ class Kernel:
 
     def launch(self, compute: Compute, *operands: Any) -> None:
         """Launch it on the CPU, or on the current stream of a device that watches its memory (:func:`is_watched`).
-
         ``compute(*operands)`` computes the kernel's results with torch's operators. When the launch runs, on the CPU at
-        once, it gets CPU tensors over the memory of the tensors among ``operands``.
-        """
+        once, it gets CPU tensors over the memory of the tensors among ``operands``."""
         device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
         if device.type == "cpu":
             compute(*operands)
@@ -112,7 +109,6 @@ def declared(name: str, operands: str | Compute, order: str) -> Kernel:
     """The kernel that accesses its operands in the ``order`` of these words: what it reads; ``|`` where it waits for
     the preceding kernel; ``>`` where it lets the next one begin; ``->``, and then what it writes. ``x[rows]`` are the
     rows of x that the operand ``rows`` names (None: all), ``x[:,column]`` is one column, a number or an operand.
-
     ``operands``: the names of the operands, or the reference, whose parameters they are. A launch may lack the last."""
     names = operands.split() if isinstance(operands, str) else list(inspect.signature(operands).parameters)
     words = [(word, _WORD.fullmatch(word)) for word in order.split()]

@@ -24,11 +24,9 @@ class LeaseError(RuntimeError):
 
 
 class LeasePool:
-    """The ids ``reserved`` .. ``size - 1``, each either free or leased to exactly one owner.
-
-    Ids below ``reserved`` are never handed out: id 0 is the sink that padding writes to (F18). Allocation
-    order is deterministic. Ids known to have passed their Points are preferred, then the longest retired.
-    """
+    """The ids ``reserved`` .. ``size - 1``, each either free or leased to exactly one owner. Ids below ``reserved`` are
+    never handed out: id 0 is the sink that padding writes to (F18). Allocation order is deterministic. Ids known to
+    have passed their Points are preferred, then the longest retired."""
 
     def __init__(self, name: str, size: int, reserved: int = 1) -> None:
         assert 0 <= reserved < size, f"{name}: {size} ids of which {reserved} reserved leave none"
@@ -98,10 +96,8 @@ class LeasePool:
 
     def _check(self, ids: Ids) -> None:
         """Raise :class:`LeaseError` as :meth:`retire` says. It runs in each retirement, so microseconds count, and
-        bytes are counted and compared because that is faster than numpy's reductions.
-
-        Not reentrant, since it writes to ``_place``: only one thread, and no signal handler, may retire to a pool.
-        """
+        bytes are counted and compared because that is faster than numpy's reductions. Not reentrant, since it writes to
+        ``_place``: only one thread, and no signal handler, may retire to a pool."""
         assert ids.dtype == self._order.dtype, f"{self.name}: ids are {ids.dtype}, not int32"
         if len(ids) == 1:  # a row, or a request's last page
             one = int(ids[0])

@@ -129,12 +129,10 @@ class _Ring:
 
 
 class InputRing(_Ring):
-    """Host arrays to FORWARD's tensors, through SCHEDULE.
-
-    One slot is enough, and the host does not wait for it: when a step is launched the last but one has been published,
-    so FORWARD has reached the last step, which copies its inputs first of all, and the slot is free. With a second
-    slot the loop's own order of publishing would hide a missing edge.
-    """
+    """Host arrays to FORWARD's tensors, through SCHEDULE. One slot is enough, and the host does not wait for it: when a
+    step is launched the last but one has been published, so FORWARD has reached the last step, which copies its inputs
+    first of all, and the slot is free. With a second slot the loop's own order of publishing would hide a missing
+    edge."""
 
     name = "input_ring"
 
@@ -247,11 +245,9 @@ class MaskTable(_Ring):
 
 
 class PlanRing(_Ring):
-    """Slots of ``nbytes`` for plans that FORWARD reads.
-
-    With two of them a plan is copied while the step before still reads its own. A slot is FORWARD's from the end of
-    :meth:`planning` until the next one begins: work that reads it has to be submitted in between.
-    """
+    """Slots of ``nbytes`` for plans that FORWARD reads. With two of them a plan is copied while the step before still
+    reads its own. A slot is FORWARD's from the end of :meth:`planning` until the next one begins: work that reads it
+    has to be submitted in between."""
 
     def __init__(self, device: Device, nbytes: int, depth: int = 2, name: str = "plan_ring") -> None:
         self.name = name

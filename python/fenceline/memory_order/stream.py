@@ -42,12 +42,9 @@ class NoChecker:
 
 
 class Stream(ABC):
-    """One named, in-order queue of device work.
-
-    ``serial`` counts the Points recorded; ``passed_serial`` is the last one the host knows to have
-    passed, learned from waits it had to make anyway and from :meth:`learn`, once a step. Only the
-    scheduler thread changes them, because the pages that it hands out depend on them.
-    """
+    """One named, in-order queue of device work. ``serial`` counts the Points recorded; ``passed_serial`` is the last
+    one the host knows to have passed, learned from waits it had to make anyway and from :meth:`learn`, once a step.
+    Only the scheduler thread changes them, because the pages that it hands out depend on them."""
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
         self.name = name
@@ -88,11 +85,9 @@ class Stream(ABC):
         self.note_passed(point)
 
     def synchronize_from_worker(self, point: Point, edge: Edge) -> None:
-        """Block the calling thread, one of :meth:`Device.start_worker`, until ``point`` on this stream has passed.
-
-        The scheduler does not learn of it: what it hands out must not depend on a worker's timing. The worker
-        waits also for a Point that the scheduler knows to have passed, because it does not know that itself.
-        """
+        """Block the calling thread, one of :meth:`Device.start_worker`, until ``point`` on this stream has passed. The
+        scheduler does not learn of it: what it hands out must not depend on a worker's timing. The worker waits also
+        for a Point that the scheduler knows to have passed, because it does not know that itself."""
         self._check_host_edge(point, edge)
         if not self._is_cut(edge, StreamName.HOST, self.name):
             self._block(point)
@@ -240,10 +235,8 @@ def joined(a: Clock, b: Clock) -> Clock:
 
 def wait_for_pages(stream: Stream, after: Points) -> None:
     """Make ``stream`` wait before it first accesses KV pages, or host pages, that were leased with ``after``. Applies
-    one edge for each Point.
-
-    Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that accesses no pages.
-    """
+    one edge for each Point. Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that
+    accesses no pages."""
     for point in after.points:
         if point.stream is not stream:
             stream.wait(point, pages_edge(stream.name, point.stream.name))

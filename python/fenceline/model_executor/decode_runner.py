@@ -123,11 +123,9 @@ class _Captured:
 
 
 class DecodeRunner(GraphRunner):
-    """One device's decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes.
-
-    It owns the memory pool of its graphs and the arena with their static inputs and outputs. All work goes to FORWARD,
-    which must be current in every method except :meth:`arrays`.
-    """
+    """One device's decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes. It owns the
+    memory pool of its graphs and the arena with their static inputs and outputs. All work goes to FORWARD, which must
+    be current in every method except :meth:`arrays`."""
 
     def __init__(self, parts: Parts) -> None:
         """Captures the sizes of ``--cuda-graph-bs``, but nothing before :meth:`capture`. If there are masks and one

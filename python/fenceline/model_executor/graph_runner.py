@@ -22,11 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GraphStats:
-    """Counts of the steps of one kind while graphs are enabled.
-
-    ``fallbacks`` are eligible steps that ran without a graph, by reason. ``repairs`` are steps for which something had
-    to be corrected first, by reason. The goal is ``replays == eligible_steps`` and no repairs. ``capture_s`` and
-    ``capture_bytes`` are what the capture took."""
+    """Counts of the steps of one kind while graphs are enabled. ``fallbacks`` are eligible steps that ran without a
+    graph, by reason. ``repairs`` are steps for which something had to be corrected first, by reason. The goal is
+    ``replays == eligible_steps`` and no repairs. ``capture_s`` and ``capture_bytes`` are what the capture took."""
 
     eligible_steps: int = 0
     replays: int = 0

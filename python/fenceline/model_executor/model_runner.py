@@ -223,12 +223,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> ForwardResult | HeldStep:
         """Submit one step in its two phases: the forward, which yields Logits, and the sampling from them. Does not
-        wait for the device.
-
-        If the CPU is not needed between the two phases, they are one submission. A decode step whose requests need at
-        most a temperature is a single replay, which includes the draw. Of a step with token masks only the forward is
-        submitted.
-        """
+        wait for the device. If the CPU is not needed between the two phases, they are one submission. A decode step
+        whose requests need at most a temperature is a single replay, which includes the draw. Of a step with token
+        masks only the forward is submitted."""
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         self.device.checker.begin_step()
         way = self._decode_way if batch.is_decode else self._extend_way

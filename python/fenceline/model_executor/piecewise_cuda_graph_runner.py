@@ -83,10 +83,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
 
     def size_for(self, num: int) -> int | None:
         """The captured size in which a step of ``num`` tokens is replayed, None if it runs without graphs. Defined for
-        every ``num`` (F11).
-
-        Steps larger than the largest size are not meant to use graphs, so they count neither as eligible nor as a
-        fallback."""
+        every ``num`` (F11). Steps larger than the largest size are not meant to use graphs, so they count neither as
+        eligible nor as a fallback."""
         if num > self._sizes[-1]:
             return None
         self.stats.eligible_steps += 1

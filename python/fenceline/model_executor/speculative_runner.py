@@ -164,10 +164,9 @@ class SpeculativeRunner(GraphRunner):
         return rows
 
     def forward(self, batch: StepBatch, views: Views) -> Logits:
-        """Submit the first part of the step: draft and verify. ``views`` are the uploaded :meth:`arrays`.
-
-        The Logits that are returned have either the tokens that a graph has drawn already, or the values from which
-        the sampler has to draw. The drawn tokens must then be given to :meth:`accept`."""
+        """Submit the first part of the step: draft and verify. ``views`` are the uploaded :meth:`arrays`. The Logits
+        that are returned have either the tokens that a graph has drawn already, or the values from which the sampler
+        has to draw. The drawn tokens must then be given to :meth:`accept`."""
         if "plan_rows" in views:
             self._fill(batch, views)
         assert self._composition is not None, "the first batch fills the arena"
@@ -201,11 +200,10 @@ class SpeculativeRunner(GraphRunner):
         )
 
     def accept(self, drawn: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Submit the second part of the step: accept and draft-extend.
-
-        ``drawn`` [B * num_nodes] int64 are the target's own tokens, None if the graph in :meth:`forward` has drawn
-        them. The results are int64 and valid until the next step is submitted: ``next_tokens`` [B, depth + 1],
-        ``counts`` [B] (how many of them the step yields), and ``num_bad`` [B] (1 if the draft was unusable)."""
+        """Submit the second part of the step: accept and draft-extend. ``drawn`` [B * num_nodes] int64 are the target's
+        own tokens, None if the graph in :meth:`forward` has drawn them. The results are int64 and valid until the next
+        step is submitted: ``next_tokens`` [B, depth + 1], ``counts`` [B] (how many of them the step yields), and
+        ``num_bad`` [B] (1 if the draft was unusable)."""
         num_reqs, plans = self._num_reqs, self._plans
         assert plans is not None
         if drawn is not None:

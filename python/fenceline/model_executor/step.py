@@ -82,11 +82,10 @@ class Chunk:
 
 
 class DepthChoice(NamedTuple):
-    """The draft depth of a decode step: how many tokens the draft proposes one after the other.
-
-    ``why``: "fixed" if the engine has one depth; "best" if it is now better than the previous choice; "kept" if no
-    depth is better by enough; "probe" for a trial of the greatest depth; "memory" if the chosen depth does not fit and
-    this is the best that does. ``rates``: expected tokens per second of each depth, depths ascending."""
+    """The draft depth of a decode step: how many tokens the draft proposes one after the other. ``why``: "fixed" if the
+    engine has one depth; "best" if it is now better than the previous choice; "kept" if no depth is better by enough;
+    "probe" for a trial of the greatest depth; "memory" if the chosen depth does not fit and this is the best that does.
+    ``rates``: expected tokens per second of each depth, depths ascending."""
 
     depth: int
     why: str = "fixed"
@@ -222,11 +221,9 @@ class LogprobValues:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Host values of a step. ``tokens`` [N]: the new tokens of the S requests that sampled, request by request in batch
-    order. ``counts`` [S]: the number of tokens of each request, at least one; None if each has one.
-
-    ``logprobs`` are those of ``tokens``; ``prompt_logprobs`` those of all wanted prompt positions, in batch order.
-    ``bad_drafts`` [S]: 1 for a request whose draft was unusable, because logits were not finite or ids were no tokens.
-    """
+    order. ``counts`` [S]: the number of tokens of each request, at least one; None if each has one. ``logprobs`` are
+    those of ``tokens``; ``prompt_logprobs`` those of all wanted prompt positions, in batch order. ``bad_drafts`` [S]: 1
+    for a request whose draft was unusable, because logits were not finite or ids were no tokens."""
 
     tokens: I64
     logprobs: LogprobValues | None
@@ -272,11 +269,9 @@ class ForwardResult:
 
 class HeldStep:
     """A step whose forward has been submitted and whose sampling waits for token masks from the host. The masks depend
-    on the previous step's tokens, which the host reads while the forward runs.
-
-    ``done`` is the Point on FORWARD after the forward. The sampling that follows touches the requests' rows, and the KV
-    only if the engine speculates; in that case nothing is published between the two phases.
-    """
+    on the previous step's tokens, which the host reads while the forward runs. ``done`` is the Point on FORWARD after
+    the forward. The sampling that follows touches the requests' rows, and the KV only if the engine speculates; in that
+    case nothing is published between the two phases."""
 
     def __init__(self, done: Point, begin_masks: Callable[[], I32], sample: Callable[[], ForwardResult]) -> None:
         self.done = done
@@ -309,10 +304,8 @@ def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> Logpro
 class Completions:
     """All that a turn of the scheduler's loop learns about device and disk, drained once at its beginning. The device
     and the disk are not asked in between, so that decisions are a function of the messages and of these values alone.
-
     ``transfers``: transfers between device and host that have ended; ``storage``: what the storage workers have done;
-    ``results_arrived``: whether the awaited results have arrived, so that taking them does not block.
-    """
+    ``results_arrived``: whether the awaited results have arrived, so that taking them does not block."""
 
     transfers: Sequence[Ticket] = ()
     storage: Sequence[Ack] = ()

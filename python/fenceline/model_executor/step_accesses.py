@@ -15,10 +15,8 @@ EXTEND_STEP, DECODE_STEP = "prefill step", "decode step"
 
 class StepAccesses:
     """Declares what a step reads and writes on FORWARD apart from the rings: request rows, and KV pages of all layers.
-
     ``extend`` and ``decode`` are passed to ``Device.declare``. If a decode step has the same requests as the previous
-    one, its declaration needs no operation over its rows.
-    """
+    one, its declaration needs no operation over its rows."""
 
     def __init__(self, kv_pool: KVPool, req_pool: ReqPool) -> None:
         self._page_size = kv_pool.page_size

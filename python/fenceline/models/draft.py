@@ -47,11 +47,9 @@ class DraftModel(ABC):
 
     @abstractmethod
     def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states for the draft's first step, [T, hidden_size], from what the target has computed.
-
-        x [T, target's hidden_size] is the result of ``CausalLM.hidden_states``. ``aux`` is the tensor of
-        ``ForwardBatch.aux_hidden``, which only a draft whose config names ``aux_layers`` needs.
-        """
+        """The hidden states for the draft's first step, [T, hidden_size], from what the target has computed. x [T,
+        target's hidden_size] is the result of ``CausalLM.hidden_states``. ``aux`` is the tensor of
+        ``ForwardBatch.aux_hidden``, which only a draft whose config names ``aux_layers`` needs."""
 
     @abstractmethod
     def forward(
@@ -60,9 +58,7 @@ class DraftModel(ABC):
         """Compute step ``step`` from ``batch.input_ids`` at ``batch.positions`` and ``hidden_states`` [T, hidden_size],
         which are not changed → (logits [L, this rank's columns of the draft vocabulary] of the rows
         ``batch.logits_index``, as ``lm_head.own_logits`` gives them, and the next hidden states [T, hidden_size]).
-
-        Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
-        """
+        Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream."""
 
     @abstractmethod
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

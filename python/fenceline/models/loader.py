@@ -40,12 +40,10 @@ logger = logging.getLogger(__name__)
 def load_model(
     config: ModelConfig, load_format: str, device: torch.device, context: LayerContext, seed: int, progress: bool
 ) -> CausalLM:
-    """The model of ``config`` on ``device``, its layers made with ``context``.
-
-    ``load_format``: ``auto`` and ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws
-    random weights from ``seed`` and reads no files. ``progress`` shows a progress bar on a terminal. Raises
-    ``ValueError``, one line with the remedy, for files that are missing or damaged or do not fit the model.
-    """
+    """The model of ``config`` on ``device``, its layers made with ``context``. ``load_format``: ``auto`` and
+    ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws random weights from ``seed`` and
+    reads no files. ``progress`` shows a progress bar on a terminal. Raises ``ValueError``, one line with the remedy,
+    for files that are missing or damaged or do not fit the model."""
     files = _files(config.model_path, load_format)
     begin = time.perf_counter()
     if files:
@@ -332,10 +330,8 @@ def read_weights(
 
 def _randomise(slots: WeightSlots, seed: int) -> None:
     """Fill the parameters so that activations stay of moderate size: norms with ones, biases with zeros, all others
-    with small noise.
-
-    A tensor's values depend only on ``seed`` and its name, so the ranks of one model hold parts of the same matrices.
-    """
+    with small noise. A tensor's values depend only on ``seed`` and its name, so the ranks of one model hold parts of
+    the same matrices."""
     bound = _DUMMY_STD * 3**0.5
     for name, slot in slots.items():
         if name.endswith("bias"):

@@ -128,7 +128,6 @@ def combine_pieces(
     steps: torch.Tensor | None = None,
 ) -> None:
     """The second launch of :func:`sample_tokens`: the token of each row's best piece, of equal scores the lowest.
-
     ``best_scores`` [B, P] float32 and ``best_ids`` [B, P] int32, contiguous, are those of pieces of the vocabulary in
     their order. The other operands are those of :func:`sample_tokens`."""
     if best_scores.is_cuda:
@@ -182,7 +181,6 @@ def draw_pieces(
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     """A copy of ``logits`` [B, V] that is -inf where the token's bit in ``masks`` [B, ceil(V / 32)] int32 is not set.
-
     If there are fewer masks, [B / n, ceil(V / 32)], they apply to every n-th row, beginning with the first: a request's
     n rows are verified, and only the first needs its mask, because its drafts are not accepted."""
     stride = len(logits) // len(masks)

@@ -12,12 +12,9 @@ from fenceline.sampling.gumbel import row_chunks, take_rows
 @dataclass(frozen=True, slots=True)
 class OutputLogprobs:
     """Logprobs of N tokens and of the K most likely alternatives of each, most likely first. ``named`` are those of the
-    W tokens that each row asks for by id (``named_ids``), in the same order.
-
-    The values are always finite, so that they can be sent as JSON: a probability of 0 (a masked token, a row of NaN)
-    becomes float32's lowest number. On a GPU alternatives with equal logprobs are in the order of their ids, elsewhere
-    in no particular order.
-    """
+    W tokens that each row asks for by id (``named_ids``), in the same order. The values are always finite, so that they
+    can be sent as JSON: a probability of 0 (a masked token, a row of NaN) becomes float32's lowest number. On a GPU
+    alternatives with equal logprobs are in the order of their ids, elsewhere in no particular order."""
 
     chosen: torch.Tensor  # [N] float32
     top_logprobs: torch.Tensor  # [N, K] float32

@@ -52,11 +52,9 @@ class SampleOutput:
 
 
 class Sampler:
-    """Samples for request rows ``0 .. num_rows - 1`` over ``vocab_size`` tokens on ``device``.
-
-    Token counts for penalties (``2 * num_rows * vocab_size`` bytes) are allocated when the first request with penalties
-    begins. All methods must be called with the same stream current.
-    """
+    """Samples for request rows ``0 .. num_rows - 1`` over ``vocab_size`` tokens on ``device``. Token counts for
+    penalties (``2 * num_rows * vocab_size`` bytes) are allocated when the first request with penalties begins. All
+    methods must be called with the same stream current."""
 
     def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -166,10 +164,9 @@ class Sampler:
 
 
 class TokenCounts:
-    """Counts the tokens of each request that has repetition, frequency or presence penalties.
-
-    Owns a [num_rows, V] int16 table (2 * num_rows * V bytes). All methods submit to the current stream, in program
-    order with the sampler, and do not synchronise with the host."""
+    """Counts the tokens of each request that has repetition, frequency or presence penalties. Owns a [num_rows, V]
+    int16 table (2 * num_rows * V bytes). All methods submit to the current stream, in program order with the sampler,
+    and do not synchronise with the host."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._table = torch.zeros((num_rows, vocab_size), dtype=torch.int16, device=device)
@@ -197,12 +194,10 @@ class TokenCounts:
         frequency: torch.Tensor,
         presence: torch.Tensor,
     ) -> torch.Tensor:
-        """Penalised copy of ``logits`` [P, V] float32 for request rows ``rows`` [P]; penalties are [P] float32.
-
-        First the repetition penalty, for every token of prompt or output: a positive logit is divided by it, a negative
-        one multiplied (Keskar et al. 2019, as in transformers). Then ``frequency * count + presence`` is subtracted
-        for output tokens (OpenAI's formula). Neutral penalties do not change any bit.
-        """
+        """Penalised copy of ``logits`` [P, V] float32 for request rows ``rows`` [P]; penalties are [P] float32. First
+        the repetition penalty, for every token of prompt or output: a positive logit is divided by it, a negative one
+        multiplied (Keskar et al. 2019, as in transformers). Then ``frequency * count + presence`` is subtracted for
+        output tokens (OpenAI's formula). Neutral penalties do not change any bit."""
         entries = self._table.index_select(0, rows)
         factor = repetition[:, None]
         repeated = torch.where(logits < 0, logits * factor, logits / factor)

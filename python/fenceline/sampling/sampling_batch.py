@@ -62,10 +62,8 @@ def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
 
 def sampling_arrays(reqs: Sequence[ReqSampling]) -> dict[str, Array]:
     """The arrays that the device needs for ``reqs`` (in batch order); all are 1-D, of dtype int64, float32 or float64.
-
     Keys are names of :class:`SamplingBatch` fields. A batch of greedy requests without penalties, bias, min_new_tokens
-    and logprobs needs none.
-    """
+    and logprobs needs none."""
     arrays: dict[str, Array] = {}
     _add_draw(arrays, reqs)
     _add_filters(arrays, reqs)

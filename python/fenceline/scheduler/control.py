@@ -222,11 +222,9 @@ class SchedulerControl:
 
     def answer(self, id: str, carry_out: Callable[[], tuple[bool, str] | tuple[bool, str, bytes]]) -> None:
         """Call ``carry_out``, which changes requests or memory, and send the reply to control message ``id``.
-
         ``carry_out`` returns whether it succeeded, a text, and optionally a payload. An OSError or a ValueError is
         reported to the sender. Any other exception (an assertion, a lease given back twice, an OrderError) means that
-        the scheduler's state can no longer be trusted; it is passed on and ends the scheduler.
-        """
+        the scheduler's state can no longer be trusted; it is passed on and ends the scheduler."""
         try:
             success, text, *payload = carry_out()
         except (OSError, ValueError) as error:
@@ -355,18 +353,16 @@ def _counts(events: Sequence[Event]) -> dict[str, object]:
 
 
 def _let_steps_run() -> None:
-    """Sleep briefly, so that the scheduler's thread gets the interpreter lock.
-
-    A step releases the lock hundreds of times, in torch's operators. Each time, a thread that runs Python code without
-    a pause would keep it for 5 ms (Python's switch interval)."""
+    """Sleep briefly, so that the scheduler's thread gets the interpreter lock. A step releases the lock hundreds of
+    times, in torch's operators. Each time, a thread that runs Python code without a pause would keep it for 5 ms
+    (Python's switch interval)."""
     time.sleep(_DUMP_PAUSE_S)
 
 
 def trace_folder(root: str | None, output_dir: str) -> list[str]:
-    """Return the names of the folders that lead from ``root``, the folder for traces, to ``output_dir``.
-
-    ``root`` is None if that folder has not been made yet. ``output_dir`` is a relative path, or a path that begins with
-    ``root``. Raises ValueError (one line) for anything else."""
+    """Return the names of the folders that lead from ``root``, the folder for traces, to ``output_dir``. ``root`` is
+    None if that folder has not been made yet. ``output_dir`` is a relative path, or a path that begins with ``root``.
+    Raises ValueError (one line) for anything else."""
     below = "" if output_dir == root else output_dir.removeprefix(f"{root}/")
     names = below.split("/") if below else []
     if len(names) > _MAX_FOLDER_DEPTH or not all(map(_FOLDER_NAME.fullmatch, names)):

@@ -67,10 +67,9 @@ def is_complete(path: str) -> bool:
 
 
 class CoreDumps:
-    """The dumps that the driver writes for this process.
-
-    Dumps that existed when this object was made are ignored: they are of earlier processes with the same id, which in a
-    container is nearly always the same. No method raises OSError; files that cannot be read are left out."""
+    """The dumps that the driver writes for this process. Dumps that existed when this object was made are ignored: they
+    are of earlier processes with the same id, which in a container is nearly always the same. No method raises OSError;
+    files that cannot be read are left out."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)

@@ -389,9 +389,8 @@ def _watch_ranks(link: RankLink, shard: Shard) -> None:
 
 def _tell_ranks(link: RankLink, shard: Shard, error: Exception) -> None:
     """Tell the other ranks that this one fails. This comes before the report to the front end, which ends the server
-    and all ranks, whatever they are doing.
-
-    If ranks differ, the flight records of all of them are needed, so this waits until the others have failed too."""
+    and all ranks, whatever they are doing. If ranks differ, the flight records of all of them are needed, so this waits
+    until the others have failed too."""
     link.board.post_failed()
     if isinstance(error, RanksDifferError):
         assert shard.communicator is not None, "several ranks have a communicator"
@@ -453,10 +452,9 @@ def log_core_dumps(dumps: CoreDumps | None, device: Device | None) -> None:
 
 
 def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
-    """Returns a function that says whether ``device`` may be in error: it is, or it is not known yet.
-
-    A thread synchronises with the device to find out, because the device may still be busy, or hang. The text of the
-    exception does not say it reliably, since each library has its own."""
+    """Returns a function that says whether ``device`` may be in error: it is, or it is not known yet. A thread
+    synchronises with the device to find out, because the device may still be busy, or hang. The text of the exception
+    does not say it reliably, since each library has its own."""
     if device is None:
         return lambda: False
     sound = threading.Event()

@@ -124,12 +124,10 @@ class RankLink(ABC):
     def turn(
         self, block: bool, timeout_ms: int | None, awaited: Awaited | None, own: Sequence[SchedulerInput] = ()
     ) -> tuple[Sequence[Message], Completions]:
-        """The messages and completions of the next turn.
-
-        ``block``: rank 0 waits until there is a message, for at most ``timeout_ms`` milliseconds (None: without limit).
-        ``awaited``: the step whose results to check for, if any. ``own``: messages from this rank's scheduler to
-        itself; those of rank 0 come first on all ranks, and those of other ranks are dropped. Messages that only
-        observe are returned on rank 0 only."""
+        """The messages and completions of the next turn. ``block``: rank 0 waits until there is a message, for at most
+        ``timeout_ms`` milliseconds (None: without limit). ``awaited``: the step whose results to check for, if any.
+        ``own``: messages from this rank's scheduler to itself; those of rank 0 come first on all ranks, and those of
+        other ranks are dropped. Messages that only observe are returned on rank 0 only."""
 
     def decided(self, step: int, batch: StepBatch, reqs: Sequence[Req]) -> None:
         """Post the decisions of step number ``step`` (from 1), which is about to be launched, and compare them. Raises

@@ -45,13 +45,10 @@ class Remap:
 
 
 class PageTables:
-    """Tracks which rows of the device's page table are up to date (F5).
-
-    Each row has a version. It changes when the pages of the row change: when the row is given to a request, when a
-    prompt moves onto the tree's pages, and when the row is given back. Page-table writes carry the version to which
-    they bring the row. If a step is about to read a row that is behind its version, the row is written again as a
-    whole, and this is counted in ``num_rewritten``.
-    """
+    """Tracks which rows of the device's page table are up to date (F5). Each row has a version. It changes when the
+    pages of the row change: when the row is given to a request, when a prompt moves onto the tree's pages, and when the
+    row is given back. Page-table writes carry the version to which they bring the row. If a step is about to read a row
+    that is behind its version, the row is written again as a whole, and this is counted in ``num_rewritten``."""
 
     def __init__(self, num_rows: int) -> None:
         self._clock = RelocationClock(num_rows)
@@ -191,11 +188,9 @@ class RequestMemory:
         return {"queued_match": self._num_stale_matches, "page_table": self.tables.num_rewritten}
 
     def match(self, req: Req) -> Prefix:
-        """The cached prefix that ``req`` can use. At least one token is left to compute.
-
-        The result is kept in ``req.queued_match`` and used again as long as no nodes have been added to the tree and
-        the pages have not moved.
-        """
+        """The cached prefix that ``req`` can use. At least one token is left to compute. The result is kept in
+        ``req.queued_match`` and used again as long as no nodes have been added to the tree and the pages have not
+        moved."""
         tree, queued = self.tree, req.queued_match
         if queued is not None and queued.num_created == tree.num_created:
             if self._same_version(queued.num_moves, tree.num_moves) or tree.is_current(queued.prefix.match):
@@ -219,10 +214,8 @@ class RequestMemory:
 
     def admit(self, req: Req, prefix: Prefix) -> Points:
         """Give ``req`` a row, its cached ``prefix`` and pages for all its other tokens. There must be enough memory.
-
         The caller has locked the prefix's ``host_node`` for the request. Returns the Points after which the memory may
-        be accessed. Pages of the prefix that are only on the host are loaded by :meth:`start_loads`.
-        """
+        be accessed. Pages of the prefix that are only on the host are loaded by :meth:`start_loads`."""
         assert not (req.row or req.pages or req.node or req.left), f"{req.rid} is admitted once"
         match = prefix.match
         loaded = self._begin_load(match)
@@ -271,11 +264,9 @@ class RequestMemory:
         return pages, after
 
     def cache_prompt(self, req: Req) -> None:
-        """Insert the published whole pages of a request into the tree. The request goes on.
-
-        If another request has inserted the same tokens first, this request moves onto the tree's pages, and its own
-        copies are retired after its last step. :meth:`with_remaps` writes this to the page table.
-        """
+        """Insert the published whole pages of a request into the tree. The request goes on. If another request has
+        inserted the same tokens first, this request moves onto the tree's pages, and its own copies are retired after
+        its last step. :meth:`with_remaps` writes this to the page table."""
         result = self._insert(req)
         old_shared, shared = (req.shared_len, result.num_existing_tokens + result.num_taken_pages * self.page_size)
         if self.tiers is not None:
@@ -353,9 +344,8 @@ class RequestMemory:
     def forget(self, waiting: Iterable[Req]) -> int:
         """Drop all KV that was computed with the weights until now, because the weights change: the tree, and what the
         ``waiting`` requests have on the host or are fetching from storage. No request may hold pages. Returns the
-        number of device pages that have become free.
-
-        Storage keeps its pages, but under keys that are not looked up any more."""
+        number of device pages that have become free. Storage keeps its pages, but under keys that are not looked up any
+        more."""
         for req in waiting:
             self._end_prefetch(req)
             req.queued_match = None
@@ -398,11 +388,9 @@ class RequestMemory:
 
     def check_memory(self, every_page: bool = False) -> None:
         """Check, while no request holds memory, that every page is free or in the tree and that every row is free.
-
         Compares the numbers of pages. Single pages are compared only if these differ, or with ``every_page``: with half
         a million cached pages that takes 50 ms, for which the next request would wait. Raises ``RuntimeError`` that
-        names what is leaked.
-        """
+        names what is leaked."""
         if every_page or self.pages.num_leased != self.tree.num_pages:
             self._check_pages()
         if self.rows.num_leased:

@@ -255,11 +255,9 @@ class RunningBatch:
 
 
 class NewTokenRatio:
-    """The share of its remaining tokens that a running request is expected to ask for.
-
-    Starts at 0.7 times ``conservativeness`` (1 at most) and sinks to 14 % of that over 600 decode steps. When memory
-    runs short it is set from what the running requests have really needed.
-    """
+    """The share of its remaining tokens that a running request is expected to ask for. Starts at 0.7 times
+    ``conservativeness`` (1 at most) and sinks to 14 % of that over 600 decode steps. When memory runs short it is set
+    from what the running requests have really needed."""
 
     _INITIAL, _MIN_FACTOR, _DECAY_STEPS = 0.7, 0.14, 600
 

@@ -162,12 +162,10 @@ class StepPlanner:
         return kept // self.memory.page_size if num_others > 1 else 0
 
     def make_room(self, shape: StepShape) -> tuple[npt.NDArray[np.int64], int] | None:
-        """Retract requests (running ones, or the chunked one) until a decode step of ``shape`` fits for the others,
-        and leaves the reserve.
-
-        Returns the lengths [B] after the step, and the number of available pages apart from the reserve, 0 if the step
-        needs none. Returns None if the step has to wait: memory is about to become free because a request ends with
-        the step in flight, or only the chunked request is left."""
+        """Retract requests (running ones, or the chunked one) until a decode step of ``shape`` fits for the others, and
+        leaves the reserve. Returns the lengths [B] after the step, and the number of available pages apart from the
+        reserve, 0 if the step needs none. Returns None if the step has to wait: memory is about to become free because
+        a request ends with the step in flight, or only the chunked request is left."""
         retracted: list[str] = []
         lens = self.running.next_lens(shape)
         if self.running.needs_nothing:

@@ -50,11 +50,9 @@ def accept(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> Accepted:
 
 def simulate_drafts(tree: DraftTree, draws: torch.Tensor, rows: torch.Tensor, accept_length: float) -> DraftTree:
     """The chain ``tree`` with other drafts, such that :func:`accept` yields ``accept_length`` tokens per step on
-    average. This is for measuring speed at a known acceptance.
-
-    Each step yields one of the two whole numbers next to ``accept_length``, chosen by a hash of request row and
-    position, but at most N tokens. ``draws`` [B, N] int64 as for ``accept``, ``rows`` [B] int64.
-    """
+    average. This is for measuring speed at a known acceptance. Each step yields one of the two whole numbers next to
+    ``accept_length``, chosen by a hash of request row and position, but at most N tokens. ``draws`` [B, N] int64 as for
+    ``accept``, ``rows`` [B] int64."""
     assert tree.parents is None and accept_length >= 1, accept_length
     min_count = int(accept_length)
     has_extra = uniform(rows, tree.positions[:, 0]) < accept_length - min_count

@@ -75,10 +75,9 @@ def best_drafts(
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``topk`` tokens with the best scores with noise [B, topk] int64, and their log-probabilities [B, topk]
-    float32, from which ``tree`` computes cumulative scores. They are the log-softmax of the scores with noise.
-
-    The first token is the one that :func:`draw_draft` would draw. If logits are NaN or infinite, the log-probabilities
-    are not finite, and ``check_draft`` refuses the draft. Operands as for :func:`draw_draft`."""
+    float32, from which ``tree`` computes cumulative scores. They are the log-softmax of the scores with noise. The
+    first token is the one that :func:`draw_draft` would draw. If logits are NaN or infinite, the log-probabilities are
+    not finite, and ``check_draft`` refuses the draft. Operands as for :func:`draw_draft`."""
     shard, tokens = head.shard, None
     if shard.size == 1:
         scores = whole_vocabulary(logits, target_ids, vocab_size).float()

@@ -24,10 +24,8 @@ def node_slots(
     page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, num_nodes: int, page_size: int
 ) -> torch.Tensor:
     """KV slots [B * num_nodes] int64 of the next ``num_nodes`` tokens of each request, request after request.
-
     ``page_table`` [R, max_pages] int32 must have columns for ``seq_lens`` + num_nodes tokens; torch reports an index
-    beyond it. ``rows`` [B] int64; row 0 is the sink, the row of padding. ``seq_lens`` [B] int64: committed tokens.
-    """
+    beyond it. ``rows`` [B] int64; row 0 is the sink, the row of padding. ``seq_lens`` [B] int64: committed tokens."""
     positions = seq_lens[:, None] + torch.arange(num_nodes, device=seq_lens.device)
     return slots_at(page_table, rows, positions, page_size).flatten()
 
@@ -53,11 +51,9 @@ KERNEL = Kernel("move_accepted", _accesses)
 
 
 class KVMover:
-    """Moves rows of the tensors of a KV pool. It keeps a reference to these tensors.
-
-    ``parts`` are contiguous tensors [num_slots, ...] on one device, whose rows have a multiple of 4 bytes:
-    ``[tensor for _, tensor in pool.tensors()]``.
-    """
+    """Moves rows of the tensors of a KV pool. It keeps a reference to these tensors. ``parts`` are contiguous tensors
+    [num_slots, ...] on one device, whose rows have a multiple of 4 bytes: ``[tensor for _, tensor in
+    pool.tensors()]``."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         assert parts and all(part.is_contiguous() for part in parts)

@@ -16,12 +16,10 @@ _HARMLESS_TOKEN = 0
 def check_draft(
     token_ids: torch.Tensor, logprobs: torch.Tensor, vocab_size: int, is_bad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns usable token ids and log-probabilities, and which drafts have been bad so far [B] bool.
-
-    ``token_ids`` [B, ...] int64 are ids of the target's vocabulary, ``logprobs`` [B, ...] float32. ``is_bad`` [B] bool
-    is the result of the draft's step before. A draft is bad if an id is outside [0, vocab_size), or a log-probability
-    is NaN or +inf (-inf is a probability of 0). All ids and log-probabilities of a bad draft become 0.
-    """
+    """Returns usable token ids and log-probabilities, and which drafts have been bad so far [B] bool. ``token_ids`` [B,
+    ...] int64 are ids of the target's vocabulary, ``logprobs`` [B, ...] float32. ``is_bad`` [B] bool is the result of
+    the draft's step before. A draft is bad if an id is outside [0, vocab_size), or a log-probability is NaN or +inf
+    (-inf is a probability of 0). All ids and log-probabilities of a bad draft become 0."""
     usable = (token_ids == token_ids.clamp(0, vocab_size - 1)) & (logprobs < torch.inf)  # false for NaN
     is_bad = is_bad | ~usable.flatten(1).all(1)
     shape = (-1, *[1] * (token_ids.dim() - 1))

@@ -33,10 +33,8 @@ def begin_step(
     outputs: BeginOutputs,
 ) -> None:
     """Compute the rows that a step of ``depth`` verifies, except for the drafts, and write them to ``outputs``.
-
     ``rows`` [B] are the request rows. By row: ``state_lens`` [R], the number of tokens, the last of which has no KV
-    yet; ``page_table`` [R, max_pages] int32 with columns for all rows of the step; and ``last_tokens`` [R].
-    """
+    yet; ``page_table`` [R, max_pages] int32 with columns for all rows of the step; and ``last_tokens`` [R]."""
     operands = (rows, state_lens, page_table, last_tokens, page_size, depth, *outputs)
     if rows.is_cuda:
         from fenceline.layers.kernels.triton.speculative_step import launch_begin
@@ -120,11 +118,9 @@ def keep_draft(
     pieces: Pieces, is_bad: Tensor, input_ids: Tensor, column: int, vocab_size: int, following: NextRow | None
 ) -> None:
     """Write the drafts that have been drawn to ``column`` of ``input_ids`` [B, N], and fill the draft's next row
-    (``following``), if given.
-
-    If a logit was NaN or the largest infinite, or the token is outside the vocabulary of ``vocab_size``, the whole
-    draft of the request is unusable: ``is_bad`` [B] bool becomes true, and the token is 0. See ``check_draft``.
-    """
+    (``following``), if given. If a logit was NaN or the largest infinite, or the token is outside the vocabulary of
+    ``vocab_size``, the whole draft of the request is unusable: ``is_bad`` [B] bool becomes true, and the token is 0.
+    See ``check_draft``."""
     operands = (*pieces, is_bad, input_ids, column, vocab_size, *(following or _NO_NEXT))
     if is_bad.is_cuda:
         from fenceline.layers.kernels.triton.speculative_step import launch_keep
@@ -194,11 +190,10 @@ def _proposal_accesses(
 
 
 def keep_proposal(pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int) -> None:
-    """Store the tokens that one layer of a draft with a layer for each step proposes for the next step.
-
-    They are written to ``kept`` [R] at ``rows`` [B], -1 if a logit was NaN or the largest infinite. If ``ids`` [B, W],
-    the input of the next layer, is given, they are also written there, at column ``counts`` [B] + ``ahead``, with 0 in
-    place of -1."""
+    """Store the tokens that one layer of a draft with a layer for each step proposes for the next step. They are
+    written to ``kept`` [R] at ``rows`` [B], -1 if a logit was NaN or the largest infinite. If ``ids`` [B, W], the input
+    of the next layer, is given, they are also written there, at column ``counts`` [B] + ``ahead``, with 0 in place of
+    -1."""
     operands = (*pieces, rows, counts, kept, ids, ahead)
     if rows.is_cuda:
         from fenceline.layers.kernels.triton.speculative_step import launch_proposal

@@ -24,11 +24,9 @@ MAX_NODES = 64  # bits of an ancestor mask
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """The nodes that a step verifies, parents before children.
-
-    ``parents`` and ``ancestors`` are None for chains: there the parent of node n is n - 1, and attention is causal.
-    ``is_rejected`` marks requests of which no draft token may be accepted. Their root is verified as usual.
-    """
+    """The nodes that a step verifies, parents before children. ``parents`` and ``ancestors`` are None for chains: there
+    the parent of node n is n - 1, and attention is causal. ``is_rejected`` marks requests of which no draft token may
+    be accepted. Their root is verified as usual."""
 
     token_ids: torch.Tensor  # [B, N] int64, within the vocabulary
     # [B, N] int64: the position of the node's token in its sequence, which is that of the root plus the node's depth
@@ -101,11 +99,9 @@ def more_candidates(before: Candidates, token_ids: torch.Tensor, logprobs: torch
 def build_tree(
     root_ids: torch.Tensor, seq_lens: torch.Tensor, candidates: Candidates, num_draft_tokens: int
 ) -> DraftTree:
-    """The root and the best ``num_draft_tokens - 1`` candidates, in the order in which they were proposed.
-
-    ``root_ids`` [B] int64; ``seq_lens`` [B] int64: the number of committed tokens of each request, which is the root's
-    position. ``num_draft_tokens`` includes the root; it may be at most 64, and at most one more than the candidates.
-    """
+    """The root and the best ``num_draft_tokens - 1`` candidates, in the order in which they were proposed. ``root_ids``
+    [B] int64; ``seq_lens`` [B] int64: the number of committed tokens of each request, which is the root's position.
+    ``num_draft_tokens`` includes the root; it may be at most 64, and at most one more than the candidates."""
     assert 1 <= num_draft_tokens <= min(MAX_NODES, 1 + candidates.token_ids.shape[1]), num_draft_tokens
     chosen = _best(candidates.scores, num_draft_tokens - 1).sort(dim=1).values
     # The node that each candidate has become. The last column stands for the root.

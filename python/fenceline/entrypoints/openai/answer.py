@@ -146,11 +146,9 @@ class TokenIds:
 
 
 class UsageCounter:
-    """Token counts of one answer: of each choice and of all together.
-
-    A prompt counts once, however many choices are sampled from it. The choices of one prompt are adjacent.
-    ``cached_tokens_details``: the request asked for the cached tokens by tier, as SGLang's clients do.
-    """
+    """Token counts of one answer: of each choice and of all together. A prompt counts once, however many choices are
+    sampled from it. The choices of one prompt are adjacent. ``cached_tokens_details``: the request asked for the cached
+    tokens by tier, as SGLang's clients do."""
 
     def __init__(
         self, num_choices: int, choices_per_prompt: int, cache_report: bool, cached_tokens_details: bool = False

@@ -33,10 +33,8 @@ def _finite(logprob: float) -> float:
 
 class LegacyLogprobsWriter:
     """Writes the legacy object of one choice, piece by piece; text offsets continue from piece to piece.
-
     ``text_offset`` counts characters from the beginning of the choice's text (which includes the prompt where it is
-    echoed). Special tokens are zero characters wide where they are left out of the text.
-    """
+    echoed). Special tokens are zero characters wide where they are left out of the text."""
 
     def __init__(self, texts: TokenTexts, num_top: int, skip_special_tokens: bool, text_start: str = "") -> None:
         """``text_start``: the echoed prompt; a blank that only its first token has is not counted."""

@@ -348,11 +348,8 @@ def _moved(value: object, place: str) -> object:
 
 def sampling_params(body: GenerationBody, max_new_tokens: int, defaults: Mapping[str, float | int]) -> SamplingParams:
     """The sampling parameters of a request; ranges are checked when it is submitted. A value comes from the request,
-    else from the model, else from OpenAI's defaults.
-
-    ``defaults``: the model's values for fields that the request leaves out, by the names of ``SamplingParams``.
-    Raises RequestError (400) for a malformed ``logit_bias``.
-    """
+    else from the model, else from OpenAI's defaults. ``defaults``: the model's values for fields that the request
+    leaves out, by the names of ``SamplingParams``. Raises RequestError (400) for a malformed ``logit_bias``."""
     given = {name: value for name in _DEFAULTED if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_new_tokens=max_new_tokens,

@@ -103,11 +103,9 @@ class StreamOptions(StrictModel):
 
 
 class CommonBody(StrictModel):
-    """The fields that mean the same on every route of OpenAI and Anthropic that generates.
-
-    Every such body extends this one. A route whose requests are answered as chat completions hands them on with
-    :func:`common_fields`, so that no field can be forgotten on one route.
-    """
+    """The fields that mean the same on every route of OpenAI and Anthropic that generates. Every such body extends this
+    one. A route whose requests are answered as chat completions hands them on with :func:`common_fields`, so that no
+    field can be forgotten on one route."""
 
     #: The types of tools that are served. Others, such as those that their maker's servers run, are left out.
     tool_types: ClassVar[frozenset[str]] = frozenset(["function"])

@@ -212,11 +212,9 @@ class AttentionBackends:
 
 
 def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting) -> AttentionBackends:
-    """The backends named ``prefill`` and ``decode``; for ``auto`` the fastest of those that are installed.
-
-    Call it at start, before any step, because ``auto`` measures on the device and reads the pool. Raises ValueError
-    with the remedy for a name that is unknown or cannot run here.
-    """
+    """The backends named ``prefill`` and ``decode``; for ``auto`` the fastest of those that are installed. Call it at
+    start, before any step, because ``auto`` measures on the device and reads the pool. Raises ValueError with the
+    remedy for a name that is unknown or cannot run here."""
     prefill = _chosen(prefill, ForwardMode.EXTEND, setting)
     decode = _chosen(decode, ForwardMode.DECODE, setting)
     backend = _make(prefill, setting)

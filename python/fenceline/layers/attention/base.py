@@ -74,10 +74,8 @@ class AttentionBackend(ABC):
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """A plan that a graph of this bucket can capture; None if this backend (or this size) cannot be captured.
-
         Called once for each bucket, before its warm-up and its capture, which use the plan as it is then: for a batch
-        of padding, whose lengths are all 1. What it needs besides ``inputs`` outlives all graphs.
-        """
+        of padding, whose lengths are all 1. What it needs besides ``inputs`` outlives all graphs."""
         return None
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
@@ -95,8 +93,6 @@ class AttentionBackend(ABC):
 
     def before_replay(self, bucket: int, seq_lens_cpu: npt.NDArray[np.int64]) -> None:
         """Bring the host's part of the bucket's plan up to date, on FORWARD, before each replay of it and each eager
-        run of a step.
-
-        ``seq_lens_cpu`` [n <= bucket] include this step's token. Backends without a plan step have nothing to do.
-        """
+        run of a step. ``seq_lens_cpu`` [n <= bucket] include this step's token. Backends without a plan step have
+        nothing to do."""
         return

@@ -105,12 +105,9 @@ class TritonAttentionBackend(AttentionBackend):
         return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
     def decode_config(self, batch: int) -> DecodeConfig:
-        """How decode of ``batch`` requests is divided.
-
-        The lengths are not known here, so any batch may have long requests. A single request is limited by latency,
-        and one worker merges all of its pieces, so these are few; all other batches get enough pipeline stages to keep
-        the memory busy.
-        """
+        """How decode of ``batch`` requests is divided. The lengths are not known here, so any batch may have long
+        requests. A single request is limited by latency, and one worker merges all of its pieces, so these are few; all
+        other batches get enough pipeline stages to keep the memory busy."""
         if self._segment:
             return self._fixed_config(1)
         if self._keys.element_size() > 2:

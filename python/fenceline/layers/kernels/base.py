@@ -85,10 +85,9 @@ class Routing:
 
 
 class LayerKernels:
-    """The operations with torch's operators: what the CPU uses, and the reference for the kernels of other devices.
-
-    All run on the current stream and, except on a CPU, never make the host wait. Activations are contiguous [T,
-    features] in the model's dtype; sums are at least float32."""
+    """The operations with torch's operators: what the CPU uses, and the reference for the kernels of other devices. All
+    run on the current stream and, except on a CPU, never make the host wait. Activations are contiguous [T, features]
+    in the model's dtype; sums are at least float32."""
 
     fixed_order = False
     """Whether the bits of a row's results do not depend on the other rows and their number, nor on how rows are
@@ -171,12 +170,10 @@ class LayerKernels:
         num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
-        """Choose the experts of each token and their weights by the rules in ``experts``.
-
-        logits [T, num_experts] float32; ``correction`` [num_experts] float32 is added to the scores when experts are
-        chosen, but not when their weights are computed. Tokens whose ``out_slots`` [T] int64 are less than
-        ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no expert.
-        """
+        """Choose the experts of each token and their weights by the rules in ``experts``. logits [T, num_experts]
+        float32; ``correction`` [num_experts] float32 is added to the scores when experts are chosen, but not when their
+        weights are computed. Tokens whose ``out_slots`` [T] int64 are less than ``num_sink_slots``, that is, whose keys
+        go to the sink page, are padding and go to no expert."""
         padded = out_slots < num_sink_slots
         scores = self.sigmoid(logits) if experts.sigmoid else logits.softmax(-1)
         chosen_by = scores if correction is None else scores + correction

@@ -48,10 +48,8 @@ def embed_and_join(
     ids: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, norms: JoinNorms | None = None
 ) -> torch.Tensor:
     """A new tensor [T, E + H]. Row t is ``table[ids[t]]``, then ``hidden[t]``, each normalised if ``norms`` is given.
-
     ``ids`` [T] int64, in [0, V) (not checked); ``table`` [V, E] and ``hidden`` [T, H] contiguous, of one dtype. On the
-    current stream; on CUDA it is one launch. No host synchronisation; a graph may capture it.
-    """
+    current stream; on CUDA it is one launch. No host synchronisation; a graph may capture it."""
     out = hidden.new_empty(len(ids), table.shape[1] + hidden.shape[1])
     if ids.is_cuda:
         from fenceline.layers.kernels.triton.embed_join import launch

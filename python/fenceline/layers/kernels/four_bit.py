@@ -30,12 +30,10 @@ def unpack_halves(data: torch.Tensor) -> torch.Tensor:
 def four_bit_numbers(
     data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The numbers that ``data`` [..., K / 2] stores, [..., K] of ``dtype``.
-
-    With ``zeros`` [..., groups] uint8 they are integers: (stored number - zero point of its group) * scale of its
-    group, ``scales`` [..., groups] float32. Without, they are MXFP4 (OCP Microscaling Formats v1.0): E2M1 numbers times
-    2 ** (exponent of its group - 127), with the exponents in ``scales`` [..., groups] uint8.
-    """
+    """The numbers that ``data`` [..., K / 2] stores, [..., K] of ``dtype``. With ``zeros`` [..., groups] uint8 they are
+    integers: (stored number - zero point of its group) * scale of its group, ``scales`` [..., groups] float32. Without,
+    they are MXFP4 (OCP Microscaling Formats v1.0): E2M1 numbers times 2 ** (exponent of its group - 127), with the
+    exponents in ``scales`` [..., groups] uint8."""
     numbers = unpack_halves(data)
     grouped = numbers.unflatten(-1, (scales.shape[-1], -1))
     if zeros is not None:

@@ -42,10 +42,8 @@ LAYERS_PER_POINT = 1
 @dataclass(slots=True)
 class TransferCounts:
     """What has been moved in one direction: transfers that were submitted, and ``seconds`` of those that have ended.
-
     ``seconds`` is the stream's own time, copying only, where the device has a clock (cuda); elsewhere the host's time
-    in the submitting call, which on a synchronous device is when the bytes move.
-    """
+    in the submitting call, which on a synchronous device is when the bytes move."""
 
     num_transfers: int = 0
     num_pages: int = 0
@@ -102,10 +100,8 @@ class HiCacheController:
 
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """Copy device page ``device_pages[i]`` to host page ``host_pages[i]``, all layers, on STORE after ``after``.
-
-        Both int32 [n]. ``after`` joins the Points of all these pages, on either side. Submits ``ticket``. Without
-        pages nothing is submitted: the ticket has no Points and no ack.
-        """
+        Both int32 [n]. ``after`` joins the Points of all these pages, on either side. Submits ``ticket``. Without pages
+        nothing is submitted: the ticket has no Points and no ack."""
         if _is_empty(ticket, device_pages, host_pages):
             return
         stream, begin_s = self._device.store, time.perf_counter()
@@ -121,10 +117,8 @@ class HiCacheController:
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """Copy host page ``host_pages[i]`` to device page ``device_pages[i]``, layer by layer, on LOAD after ``after``.
-
         The arguments are those of :meth:`store`. The ticket gets a Point for each layer; a step that reads the pages
-        waits for these by :meth:`layer_ready`.
-        """
+        waits for these by :meth:`layer_ready`."""
         if _is_empty(ticket, device_pages, host_pages):
             return
         stream, begin_s = self._device.load, time.perf_counter()
@@ -150,10 +144,8 @@ class HiCacheController:
 
     def drain_acks(self, until: tuple[int, int] | None = None) -> list[Ticket]:
         """Transfers that have ended since the last call: loads, then stores, each in the order of their submission.
-        ``until`` (loads, stores): only those among so many first loads and first stores, which must have ended.
-
-        Call it in every step, whatever the step does (F6).
-        """
+        ``until`` (loads, stores): only those among so many first loads and first stores, which must have ended. Call it
+        in every step, whatever the step does (F6)."""
         ended: list[Ticket] = []
         for kind, num_ended in zip(TransferKind, self.ended() if until is None else until, strict=True):
             queue, stream = self._in_flight[kind], self._stream(kind)
@@ -170,10 +162,8 @@ class HiCacheController:
     ) -> Callable[[int], None]:
         """A function of the layer's number, which a step that reads the pages of ``loads`` calls before the layer first
         accesses the pool: FORWARD then waits until that layer has been loaded. Other steps do not wait (F4).
-
         ``num_layers``: those of the step's model; a draft's layers may follow them in the pool. At the last one FORWARD
-        waits until all layers of the pages have been loaded, and then ``arrived`` is called.
-        """
+        waits until all layers of the pages have been loaded, and then ``arrived`` is called."""
         device, forward = self._device, self._device.forward
         loads = [ticket for ticket in loads if ticket.layer_points]
 
@@ -262,11 +252,9 @@ def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
 def make_hicache_controller(
     config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory, room: int
 ) -> HiCacheController:
-    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it.
-
-    On a GPU the sink page is copied to the host and back, so that nothing has to be compiled or loaded while a request
-    waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no room for the tier.
-    """
+    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it. On a
+    GPU the sink page is copied to the host and back, so that nothing has to be compiled or loaded while a request
+    waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no room for the tier."""
     assert config.hicache is not None
     io_backend = config.hicache.io_backend
     if device.kind == "cuda" and io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:

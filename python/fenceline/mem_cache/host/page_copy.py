@@ -34,11 +34,9 @@ PageIds = npt.NDArray[np.int64]
 
 
 class PageCopier(ABC):
-    """Copies pages pairwise: ``device_pages[i]`` and ``host_pages[i]`` become equal.
-
-    Lists are int32 [n] and are read during the call; no page may be named twice as a destination. ``uses_sm``: copies
-    run on SMs (edge sm_exclusive), not on a copy engine.
-    """
+    """Copies pages pairwise: ``device_pages[i]`` and ``host_pages[i]`` become equal. Lists are int32 [n] and are read
+    during the call; no page may be named twice as a destination. ``uses_sm``: copies run on SMs (edge sm_exclusive),
+    not on a copy engine."""
 
     uses_sm: bool
 
@@ -70,11 +68,9 @@ def runs_of(device_pages: Pages, host_pages: Pages) -> Iterator[Run]:
 
 
 class RunCopier(PageCopier):
-    """One ``stream.copy`` for each run of pages and each part. Works on any device and needs only torch.
-
-    ``strided``: consecutive pages of a page_first host pool are one strided copy. torch's CUDA copies of strided host
-    memory go through pageable memory, so there each page has to be a separate copy.
-    """
+    """One ``stream.copy`` for each run of pages and each part. Works on any device and needs only torch. ``strided``:
+    consecutive pages of a page_first host pool are one strided copy. torch's CUDA copies of strided host memory go
+    through pageable memory, so there each page has to be a separate copy."""
 
     def __init__(self, device: Device, kv_pool: KVPool, host_pool: HostPool, uses_sm: bool, strided: bool) -> None:
         self.uses_sm = uses_sm
@@ -290,12 +286,10 @@ def make_page_pools(
 
 
 def make_page_copier(device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend) -> PageCopier:
-    """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine.
-
-    On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages
-    and part, and ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy in the same way. On a device
-    that watches its memory ``kernel`` is one launch for each transfer, and a backup occupies the resource ``sm``.
-    """
+    """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine. On a GPU both
+    need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages and part, and
+    ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy in the same way. On a device that watches its
+    memory ``kernel`` is one launch for each transfer, and a backup occupies the resource ``sm``."""
     uses_sm = io_backend == "kernel"
     if uses_sm and is_watched(device.torch_device):
         return CudaCopier(device, kv_pool, host_pool, io_backend)

@@ -133,12 +133,10 @@ class _AgreedPrefetch:
 
 
 class StorageAgreement:
-    """Rank 0 combines the acks of all ranks, which may come in any order between ranks, and returns each result once.
-
-    A write has ended when it has ended on all ranks. For a prefetch, once every rank has sent an ack of it: the number
-    of pages found is the smallest of all ranks, 0 if one has none; a page is fetched when all ranks have it; the
-    request need not wait any longer as soon as one rank says so; it has ended when it has ended on all ranks.
-    """
+    """Rank 0 combines the acks of all ranks, which may come in any order between ranks, and returns each result once. A
+    write has ended when it has ended on all ranks. For a prefetch, once every rank has sent an ack of it: the number of
+    pages found is the smallest of all ranks, 0 if one has none; a page is fetched when all ranks have it; the request
+    need not wait any longer as soon as one rank says so; it has ended when it has ended on all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -276,10 +276,8 @@ class StorageController:
 
     def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
         """Store ``host_pages`` [n], whose transfers end at ``after``, under ``keys``, which are consecutive pages of a
-        prefix.
-
-        The pages must stay leased and unchanged until :class:`Written` names ``handle``. If the queue has not enough
-        room, the last ones are dropped."""
+        prefix. The pages must stay leased and unchanged until :class:`Written` names ``handle``. If the queue has not
+        enough room, the last ones are dropped."""
         assert len(keys) == len(host_pages), f"{len(keys)} keys for {len(host_pages)} pages"
         assert not self._stop.is_set, "storage is closed"
         room = 0 if self._writes.is_stalled else self._max_write_pages - self._num_write_pages
@@ -368,10 +366,8 @@ class StorageController:
 
     def clear(self) -> int:
         """Remove all pages of this model from storage, including those that are still queued to be written. Returns how
-        many were removed.
-
-        Blocks for ``limits.clear_s`` at most, then raises ``ValueError``. Storage is then cleared as soon as it
-        answers, and prefetches find nothing until it has been."""
+        many were removed. Blocks for ``limits.clear_s`` at most, then raises ``ValueError``. Storage is then cleared as
+        soon as it answers, and prefetches find nothing until it has been."""
         assert not self._stop.is_set, "storage is closed"
         before = self._num_cleared
         self._num_clears += 1
@@ -535,7 +531,6 @@ def make_storage(
     rank: int = 0,
 ) -> Storage | None:
     """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
-
     ``clock``: seconds, for time-outs; a run that has to be repeatable gives one that counts its steps. ``rank``: the
     rank whose part of a page the pool holds. Raises ``ValueError`` with the remedy for a directory that cannot be used
     or holds not even one page."""

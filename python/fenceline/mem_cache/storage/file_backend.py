@@ -26,12 +26,10 @@ _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileBackend:
-    """The ``StorageBackend`` that keeps each page in a file (see ``page_file`` and ``directory`` for the layout).
-
-    A page appears under its name complete or not at all, even if its writer dies; a page that cannot be verified is a
+    """The ``StorageBackend`` that keeps each page in a file (see ``page_file`` and ``directory`` for the layout). A
+    page appears under its name complete or not at all, even if its writer dies; a page that cannot be verified is a
     miss and is removed. The files of all models in the directory together never exceed ``max_bytes`` (of the server
-    that writes). Threads and processes may use a directory at the same time; the backend starts no thread itself.
-    """
+    that writes). Threads and processes may use a directory at the same time; the backend starts no thread itself."""
 
     def __init__(
         self,

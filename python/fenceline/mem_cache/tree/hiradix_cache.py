@@ -119,11 +119,9 @@ class HiRadixCache(RadixCache):
 
     def begin_load(self, host_node: TreeNode, device_pages: IntArray, ticket: Ticket) -> PageMove:
         """Bind ``device_pages`` [n] to the nodes of ``host_node``'s path that are only on the host, n pages in all
-        (``MatchResult.num_host_tokens`` of a current match), in token order, and make them part of ``ticket``.
-
-        The tree owns the pages from here on. The caller submits the load, after the Points of the result and those
-        of ``device_pages``, before it makes another call that may evict.
-        """
+        (``MatchResult.num_host_tokens`` of a current match), in token order, and make them part of ``ticket``. The tree
+        owns the pages from here on. The caller submits the load, after the Points of the result and those of
+        ``device_pages``, before it makes another call that may evict."""
         assert ticket.kind is TransferKind.LOAD, f"{ticket!r} does not load"
         assert self._is_attached(host_node), f"node {host_node.id} has left: match again before loading"
         pages = np.array(device_pages, dtype=np.int32)
@@ -184,11 +182,9 @@ class HiRadixCache(RadixCache):
     # --- shrinking -----------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` device pages, least recently used nodes first, whole nodes at a time.
-
-        Nodes with a host copy stay in the tree. Under write_back the others are spilled first, all in one batch.
-        Returns the number of device pages retired, see :meth:`RadixCache.evict`.
-        """
+        """Retire at least ``num_pages`` device pages, least recently used nodes first, whole nodes at a time. Nodes
+        with a host copy stay in the tree. Under write_back the others are spilled first, all in one batch. Returns the
+        number of device pages retired, see :meth:`RadixCache.evict`."""
         assert num_pages >= 0, "cannot evict a negative number of pages"
         victims: list[TreeNode] = []
         num_evicted = 0
@@ -232,10 +228,9 @@ class HiRadixCache(RadixCache):
         self, token_ids: IntArray, host_pages: IntArray, after: Points = Points.none(), extra_key: str = ""
     ) -> Int32Array:
         """Offer ``host_pages`` [n] with the KV of the *last* n pages of ``token_ids`` (whole pages, with lookahead).
-
         The tree takes those that it has on no tier, or none if it no longer has the prefix before them. Returns the
-        pages that it has not taken, int32, which remain the caller's. ``after``: their writers. The arrays are copied.
-        """
+        pages that it has not taken, int32, which remain the caller's. ``after``: their writers. The arrays are
+        copied."""
         tokens, offered = as_tokens(token_ids), np.array(host_pages, dtype=np.int32)
         num_pages = self._num_pages(tokens)
         assert tokens.size == num_pages * self.page_size + self.lookahead, "the tree holds whole pages only"

@@ -123,10 +123,8 @@ class TreeNode:
 @dataclass(slots=True, eq=False)
 class HostHold:
     """Host pages that are used outside the tree: until the release they are neither evicted nor handed out.
-
     ``host_pages`` int32 [n] in token order, ``keys`` their storage keys (empty without storage). ``id`` stays valid
-    whatever happens to the node: splits are followed, and pages whose node has left are retired at the last release.
-    """
+    whatever happens to the node: splits are followed, and pages whose node has left are retired at the last release."""
 
     id: int
     host_pages: Int32Array
@@ -190,12 +188,10 @@ class InsertResult:
 
 
 class LruQueue:
-    """Candidates by ``last_access``, the oldest first, ties by ``id``.
-
-    A node has at most one entry, and touching a node does not touch the queue: an entry's tick may lag behind
-    the node's, never run ahead. So an entry on top whose tick is exact is the oldest of all; one that lags
-    goes back in with the new tick, one that is no candidate any more is dropped until it becomes one again.
-    """
+    """Candidates by ``last_access``, the oldest first, ties by ``id``. A node has at most one entry, and touching a
+    node does not touch the queue: an entry's tick may lag behind the node's, never run ahead. So an entry on top whose
+    tick is exact is the oldest of all; one that lags goes back in with the new tick, one that is no candidate any more
+    is dropped until it becomes one again."""
 
     def __init__(self, is_candidate: Callable[[TreeNode], bool]) -> None:
         """``is_candidate``: whether a node may be evicted now."""
@@ -244,12 +240,9 @@ class LruQueue:
 
 
 class RadixCache:
-    """A radix tree over pages with LRU eviction.
-
-    ``disabled`` makes a cache that never matches and never takes a page: ``match_prefix`` returns no pages and
-    the root, ``insert`` returns the caller's pages, ``num_taken_pages == 0`` and the root. Locking the root
-    costs nothing, so callers need no second code path.
-    """
+    """A radix tree over pages with LRU eviction. ``disabled`` makes a cache that never matches and never takes a page:
+    ``match_prefix`` returns no pages and the root, ``insert`` returns the caller's pages, ``num_taken_pages == 0`` and
+    the root. Locking the root costs nothing, so callers need no second code path."""
 
     def __init__(self, pages: LeasePool, page_size: int, disabled: bool = False, lookahead: int = 0) -> None:
         """``pages``: the pool to which evicted pages are retired. ``page_size``: tokens per page. ``lookahead``: tokens
@@ -276,35 +269,27 @@ class RadixCache:
 
     def match_prefix(self, token_ids: IntArray, extra_key: str = "") -> MatchResult:
         """The longest prefix of ``token_ids`` [n] in the tree, whole pages with their lookahead only; the tail is
-        ignored.
-
-        Splits the last node where the match ends inside it, and makes the matched path the most recently used.
-        ``extra_key`` names an isolated namespace: prefixes of different namespaces never match.
-        """
+        ignored. Splits the last node where the match ends inside it, and makes the matched path the most recently used.
+        ``extra_key`` names an isolated namespace: prefixes of different namespaces never match."""
         path = self._walk(self._whole_pages(token_ids), extra_key)
         pages = self._pages_of(path)
         node = path[-1]
         return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version)
 
     def is_current(self, match: MatchResult) -> bool:
-        """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5):
-        match again before using it. True does not promise that it is still the longest. Constant time.
-
-        One node's version stands for the whole path: pages are evicted from the leaves up, so the deepest node of the
-        path loses its pages first.
-        """
+        """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5): match
+        again before using it. True does not promise that it is still the longest. Constant time. One node's version
+        stands for the whole path: pages are evicted from the leaves up, so the deepest node of the path loses its pages
+        first."""
         return match.node.version == match.version
 
     def insert(
         self, token_ids: IntArray, pages: IntArray, after: Points = Points.none(), extra_key: str = ""
     ) -> InsertResult:
         """Offer ``pages`` [n] holding the KV of ``token_ids`` [n * page_size + lookahead]; the tree takes what it
-        lacks.
-
-        ``after``: the caller's own writes and reads of the taken pages so far; their next user waits for
-        it. See :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently
-        used. The arrays are copied.
-        """
+        lacks. ``after``: the caller's own writes and reads of the taken pages so far; their next user waits for it. See
+        :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently used. The arrays
+        are copied."""
         tokens = as_tokens(token_ids)
         offered = np.array(pages, dtype=np.int32)
         num_tokens = max(tokens.size - self.lookahead, 0)
@@ -354,11 +339,9 @@ class RadixCache:
     # --- shrinking -----------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> int:
-        """Retire at least ``num_pages`` pages, least recently used leaves first, whole nodes at a time.
-
-        Returns the number of pages retired: more than asked for if the last node was larger, fewer if only
-        locked nodes are left. Amortised O(log nodes) for each node that leaves.
-        """
+        """Retire at least ``num_pages`` pages, least recently used leaves first, whole nodes at a time. Returns the
+        number of pages retired: more than asked for if the last node was larger, fewer if only locked nodes are left.
+        Amortised O(log nodes) for each node that leaves."""
         assert num_pages >= 0, "cannot evict a negative number of pages"
         num_evicted = 0
         while num_evicted < num_pages:

@@ -19,11 +19,8 @@ _ELEMENTS_A_THREAD = 8
 
 def silu_and_mul(gate_up: torch.Tensor, activation: str = SILU, pdl: bool = False) -> torch.Tensor:
     """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I] in its dtype, computed in float32, or with
-    another ``activation``: see ``LayerKernels.activate``.
-
-    gate_up is contiguous, in bfloat16, float16 or float32. Runs on the current stream, without host synchronisation.
-    ``pdl``: see ``rms_norm``.
-    """
+    another ``activation``: see ``LayerKernels.activate``. gate_up is contiguous, in bfloat16, float16 or float32. Runs
+    on the current stream, without host synchronisation. ``pdl``: see ``rms_norm``."""
     num_rows, width = gate_up.shape
     assert gate_up.is_contiguous() and width % 2 == 0
     size = width // 2

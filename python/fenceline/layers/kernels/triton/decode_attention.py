@@ -118,11 +118,9 @@ def query_tiles(num_rows: int, fixed: bool = False) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class PagedRequests:
-    """Where the tokens of B requests are. The tensors are read on the device when a launch runs.
-
-    Token p of request b is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past a
-    request's pages are never read.
-    """
+    """Where the tokens of B requests are. The tensors are read on the device when a launch runs. Token p of request b
+    is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past a request's pages are
+    never read."""
 
     page_table: torch.Tensor  # [num_rows, max_pages] int32, rows may be strided
     rows: torch.Tensor  # [B] int64
@@ -435,10 +433,9 @@ def _attend(
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [ROWS, DIM_PAD] over some blocks of a request → sums [ROWS, DIM_PAD], largest scores [ROWS] and
-    norms [ROWS]. The latter two start with the values of ``top`` and ``norm``.
-
-    Row r is query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. A row that attends to no token in these
-    blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
+    norms [ROWS]. The latter two start with the values of ``top`` and ``norm``. Row r is query ``queries[r]`` with the
+    mask ``ancestors[r]``, both [ROWS]. A row that attends to no token in these blocks keeps ``_NO_SCORE`` as its
+    largest score, and so has no weight in a merge."""
     dims = tl.arange(0, DIM_PAD)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     if WINDOW > 0:

@@ -297,9 +297,8 @@ def _attend(
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [BLOCK_M, DIM_PAD] over some blocks of keys. Row r attends to keys up to ``last_visible[r]``. No
-    row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read.
-
-    A row that attends to no key in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
+    row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read. A row that attends to no key
+    in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
     dims = tl.arange(0, DIM_PAD)
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)

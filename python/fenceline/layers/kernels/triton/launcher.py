@@ -58,11 +58,9 @@ class KernelVariant:
         self._bound: dict[tuple[object, ...], _Bound] = {}
 
     def launch(self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...] = ()) -> None:
-        """Launch on the current stream of the tensors' device, which is the current device.
-
-        ``grid``: one to three sizes, all at least 1. The first tensor is never None. Each number is of the same type,
-        int or float, in every launch. Launch hooks (Triton's profilers) see only launches that Triton makes itself.
-        """
+        """Launch on the current stream of the tensors' device, which is the current device. ``grid``: one to three
+        sizes, all at least 1. The first tensor is never None. Each number is of the same type, int or float, in every
+        launch. Launch hooks (Triton's profilers) see only launches that Triton makes itself."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         first = tensors[0]
         assert first is not None

@@ -63,12 +63,10 @@ def gather_page_indices(
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """Gather the batch's page ids in FlashInfer's layout, one request after the other. On the current stream.
-
-    Reads page_table [num_rows, columns] int32, rows and seq_lens [B] int64; every length is at least 1 and needs at
-    most ``max_pages`` pages. Writes indptr [B + 1], indices [at least the sum of pages] and last_page_lens [B], all
-    int32.
-    """
+    """Gather the batch's page ids in FlashInfer's layout, one request after the other. On the current stream. Reads
+    page_table [num_rows, columns] int32, rows and seq_lens [B] int64; every length is at least 1 and needs at most
+    ``max_pages`` pages. Writes indptr [B + 1], indices [at least the sum of pages] and last_page_lens [B], all
+    int32."""
     _launch(page_table, rows, seq_lens, page_size, max_pages, indices, (indptr, last_page_lens), None)
 
 
@@ -80,12 +78,10 @@ def gather_page_rows(
     out: torch.Tensor,
     seq_lens_32: torch.Tensor,
 ) -> None:
-    """Gather the batch's rows of the page table, as FlashAttention takes them. On the current stream.
-
-    page_table, rows and seq_lens as in ``gather_page_indices``. Writes out [B, pages] int32: a request's pages, then
-    the sink page up to a multiple of 512 columns. Later columns are not written and must not be read. Also writes the
-    lengths as int32 to seq_lens_32 [B].
-    """
+    """Gather the batch's rows of the page table, as FlashAttention takes them. On the current stream. page_table, rows
+    and seq_lens as in ``gather_page_indices``. Writes out [B, pages] int32: a request's pages, then the sink page up to
+    a multiple of 512 columns. Later columns are not written and must not be read. Also writes the lengths as int32 to
+    seq_lens_32 [B]."""
     _launch(page_table, rows, seq_lens, page_size, out.shape[1], out, None, seq_lens_32)
 
 

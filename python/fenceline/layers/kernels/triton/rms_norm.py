@@ -27,11 +27,8 @@ _MAX_WARPS = 16
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
     """x [T, D] / sqrt(mean of squares over D + eps) * weight [D] → a new tensor [T, D] in x's dtype, computed in
-    float32.
-
-    x is contiguous, in bfloat16, float16 or float32; D is at most 16384; T is any size. Current stream, no host
-    synchronisation. ``pdl``: see the module's docstring; reads ``weight`` before its wait.
-    """
+    float32. x is contiguous, in bfloat16, float16 or float32; D is at most 16384; T is any size. Current stream, no
+    host synchronisation. ``pdl``: see the module's docstring; reads ``weight`` before its wait."""
     num_rows, size = x.shape
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == (size,)
     out = torch.empty_like(x)

@@ -36,10 +36,8 @@ _TOGETHER = tl.constexpr(8)  # so many tiles of features read the same block of 
 @dataclass(frozen=True, slots=True)
 class TritonConfig:
     """How a product is divided: ``block_n`` features and ``block_k`` inputs at a time, both powers of two.
-
     ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 and
-    later); that of one row with a plain weight loads its first weights meanwhile.
-    """
+    later); that of one row with a plain weight loads its first weights meanwhile."""
 
     block_n: int
     block_k: int
@@ -50,12 +48,10 @@ class TritonConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The operations before and after the product. By default there are none.
-
-    ``norm_weight`` [K] with ``eps``: x is normalised first, as by rms_norm. ``bias`` [N] is added. ``gated``: the first
-    half of the weight's rows makes gate, the second up, and the result is silu(gate) * up [T, N / 2]. ``residual``
-    [T, N], contiguous: the product is added to it in place, and it is the result.
-    """
+    """The operations before and after the product. By default there are none. ``norm_weight`` [K] with ``eps``: x is
+    normalised first, as by rms_norm. ``bias`` [N] is added. ``gated``: the first half of the weight's rows makes gate,
+    the second up, and the result is silu(gate) * up [T, N / 2]. ``residual`` [T, N], contiguous: the product is added
+    to it in place, and it is the result."""
 
     norm_weight: torch.Tensor | None = None
     eps: float = 0.0
