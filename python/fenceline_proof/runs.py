@@ -21,7 +21,7 @@ from fenceline_proof.small_workloads import SMALL_WORKLOADS
 from fenceline_proof.steps import Loop, make_config
 from fenceline_proof.workloads import COLLECTIVES, RANKS, RANKS_STORAGE, WORKLOADS
 from fenceline_sim.device import VgpuDevice
-from fenceline_sim.errors import AuditError, CheckError, DeadlockError, KernelError, RaceError
+from fenceline_sim.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline_sim.factories import use
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.pairs import Pair, PairsMet
@@ -37,7 +37,6 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (LeaseError, "leases"),
     (KernelError, "kernels"),
     (DeadlockError, "deadlock"),
-    (AuditError, "audit"),
     (RanksDifferError, "decisions"),
     (OrderError, "memory-check"),
     (GraphMismatch, "graphs"),

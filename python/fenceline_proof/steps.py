@@ -31,7 +31,6 @@ from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
 from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path
-from fenceline_sim.audit import LaunchAuditor
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import OwnershipError
 from fenceline_sim.footprint import check_footprints
@@ -41,7 +40,6 @@ from fenceline_sim.tags import I32, Tags
 
 leave_out(Path(__file__).parent, but="collectives.py")
 _MAX_STEPS = 2000
-_NUM_AUDITED = 2  # launches of each kernel
 _MAX_NAMED = 4  # leases of what is left over
 STEP_S = 0.01
 
@@ -118,13 +116,7 @@ class Loop:
         self._outputs: dict[str, list[int]] = {}  # outputs of requests that are followed by another
         self._flight: InFlight | None = None
         self.watch = Watch(device)
-        watches = isinstance(device, VgpuDevice) and not device.severed and device.gpu.detector is not None
-        launches = LaunchAuditor(_NUM_AUDITED) if watches else None
-        if isinstance(device, VgpuDevice):
-            device.gpu.launches = launches
         self.runner = ModelRunner(config, device, show_progress=False)
-        if launches is not None:
-            launches.is_on = True
         self._tags: Tags | None = None
         self._bad_days: BadDays | None = None
         self._num_polls = 0  # for news of the storage

@@ -5,7 +5,6 @@ Importing this package makes ``vgpu`` a device that ``memory_order.open_device``
 
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import (
-    AuditError,
     BoundsError,
     CaptureError,
     CheckError,
@@ -24,7 +23,6 @@ from fenceline_sim.policy import Script, Turn
 from fenceline_sim.threads import Channel
 
 __all__ = [
-    "AuditError",
     "BoundsError",
     "CaptureError",
     "Channel",

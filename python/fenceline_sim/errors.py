@@ -19,10 +19,6 @@ class CaptureError(VgpuError):
     """Something was done during graph capture that cannot be part of a graph."""
 
 
-class AuditError(VgpuError):
-    """An operation touched memory that it had not declared."""
-
-
 class CheckError(VgpuError):
     """Memory was used in the right order but in the wrong way, which happens-before cannot detect.
 

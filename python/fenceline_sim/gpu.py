@@ -12,11 +12,9 @@ import torch
 
 from fenceline.memory_order.stream import joined
 from fenceline_sim import backend
-from fenceline_sim.audit import Auditor, LaunchAuditor
 from fenceline_sim.checks import Checks
 from fenceline_sim.detector import Detector
 from fenceline_sim.errors import (
-    AuditError,
     CaptureError,
     CheckError,
     DeadlockError,
@@ -42,9 +40,8 @@ class VirtualGpu:
     """One virtual GPU: its memory, its streams, the host threads that use it, and the schedule.
 
     ``policy`` is a name of ``policy.POLICIES`` or a Policy. ``detect`` keeps vector clocks and raises ``RaceError`` at
-    the first race, or ``CheckError`` where one of ``checks`` fails (``collect``: keeps all in ``findings`` instead).
-    ``audit`` runs everything twice to check that operations access what they declare and no more. Of the host threads
-    one runs at a time: see ``spawn``.
+    the first race, or ``CheckError`` where one of ``checks`` fails (``collect``: keeps all in ``findings`` instead). Of
+    the host threads one runs at a time: see ``spawn``.
 
     ``num_devices``: it is that many devices of one host, each with streams and memory of its own, under one schedule.
     Each belongs to the threads that were spawned for it, as to a rank's process. A device reaches another one's memory
@@ -57,7 +54,6 @@ class VirtualGpu:
         policy: str | Policy = "random",
         detect: bool = True,
         collect: bool = False,
-        audit: bool = False,
         total_bytes: int = _DEFAULT_BYTES,
         num_devices: int = 1,
     ) -> None:
@@ -65,7 +61,6 @@ class VirtualGpu:
         self.num_devices = num_devices
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
         self.detector = Detector(self.history_of, self._stream_of) if detect else None
-        self.auditor = Auditor() if audit else None
         self.findings = Findings(collect, self._look_ahead)
         self.checks = Checks(self.findings, self._moment, self.history_of, enabled=detect)
         self.pool = Pool(total_bytes)
@@ -87,7 +82,7 @@ class VirtualGpu:
         self.edges_met: set[tuple[str, str]] = set()
         # Is told of each operation that is submitted and accesses memory, also of those of a replay.
         self.submitted: Callable[[VirtualStream, Operation], None] | None = None
-        self.launches: LaunchAuditor | None = None  # audits some launches of declared kernels
+        self.execute: Callable[[Operation], None] | None = None  # in the place of an operation's own ``run``
 
     # --- agents --------------------------------------------------------------------------------------
 
@@ -461,11 +456,11 @@ class VirtualGpu:
                     self.findings.add_races(races)
                 self.checks.run(op)
             try:
-                if self.auditor is None:
+                if self.execute is None:
                     op.run()
                 else:
-                    self.auditor.run(op)
-            except (AuditError, DeadlockError, CheckError):
+                    self.execute(op)
+            except (DeadlockError, CheckError):
                 raise
             except Exception as error:
                 self.findings.fail(op, error)

@@ -155,14 +155,9 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
     def run() -> None:
         compute(*values)
 
-    work: Callable[[], None] = run
-    if gpu.launches is not None:
-        tags = [operand.allocation.tag for operand in operands if isinstance(operand, VTensor)]
-        op = Operation(kernel.name, place, run, tuple(reads.accesses), tuple(declared.writes))
-        work = partial(gpu.launches.run, op, tags)
     gpu.submit(
         kernel.name,
-        work,
+        run,
         reads.accesses,
         declared.writes,
         place,

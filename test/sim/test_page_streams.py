@@ -221,7 +221,7 @@ def share_the_sm(device: VgpuDevice, captured: bool, forward_first: bool) -> Non
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "eager"])
 def test_the_sm_bears_one_user(captured: bool, forward_first: bool) -> None:
     for seed in range(4):
-        share_the_sm(VgpuDevice(gpu=VirtualGpu(seed=seed, audit=True)), captured, forward_first)
+        share_the_sm(VgpuDevice(gpu=VirtualGpu(seed=seed)), captured, forward_first)
         gpu = VirtualGpu(seed=seed, collect=True)
         share_the_sm(VgpuDevice(frozenset({"sm_exclusive"}), gpu), captured, forward_first)
         cause = min(gpu.races, key=lambda race: race.order)

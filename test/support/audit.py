@@ -1,4 +1,5 @@
-"""The audit checks declarations of accesses: it runs each operation twice and compares every byte that it could reach.
+"""The audit of what operations of the virtual GPU declare: it runs each twice and compares every byte that it could
+reach.
 
 An operation fails if bytes outside its declared writes changed, or if the values it wrote change when everything that
 it did not declare as read is poisoned first.
@@ -6,15 +7,21 @@ it did not declare as read is poisoned first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fenceline_sim.errors import AuditError
+from fenceline.memory_order.kernel import Kernel, register_launcher
+from fenceline_sim import backend
+from fenceline_sim.errors import CheckError
+from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.kernels import launch_declared
 from fenceline_sim.memory import Access, Accesses, Region, Tag, row_values
 from fenceline_sim.streams import Operation
+from fenceline_sim.tensor import VTensor
 
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
@@ -23,13 +30,24 @@ Bytes = npt.NDArray[np.uint8]
 _DRAWING = ("rand", "uniform", "normal", "bernoulli", "multinomial", "dropout", "exponential")
 
 
+class AuditError(CheckError):
+    """An operation touched memory that it had not declared."""
+
+    checker = "audit"
+
+
 class Auditor:
-    """Runs operations under audit. Costs several times the operation and all memory that it names."""
+    """Runs all operations of ``gpu`` under audit. Costs several times the operation and all memory that it names."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: VirtualGpu) -> None:
         self.num_audited = 0
+        gpu.execute = self.run
 
-    def run(self, op: Operation, others: Sequence[Tag] = ()) -> None:
+    def run(self, op: Operation) -> None:
+        """Run ``op``. Raises ``AuditError``."""
+        self._twice(op, ())
+
+    def _twice(self, op: Operation, others: Sequence[Tag]) -> None:
         """Run ``op``, and again for the check. Raises ``AuditError`` naming the operation, the memory and the bytes.
         ``others``: memory that it could reach, whether it declares an access to it or not."""
         assert op.run is not None, "marks and waits touch no memory"
@@ -72,25 +90,36 @@ class Auditor:
             ) from error
 
 
-class LaunchAuditor:
-    """Audits the first launches of each declared kernel, once it is told to begin, with all memory of its operands.
+class LaunchAuditor(Auditor):
+    """Audits the first ``num_each`` launches of each declared kernel from its :meth:`start` on, with all memory of its
+    operands. Made before the engine, so that it knows the launches that graphs replay.
 
     Kernels of attention are left out: their reference implementations gather masked tokens as well.
     """
 
-    def __init__(self, num_each: int) -> None:
-        self.is_on = False
-        self._num_each = num_each
-        self._nums: Counter[str] = Counter()
-        self._auditor = Auditor()
+    def __init__(self, gpu: VirtualGpu, num_each: int) -> None:
+        self.num_audited = 0
+        self.nums: Counter[str] = Counter()
+        self._gpu, self._num_each = gpu, num_each
+        self._operands: dict[str, set[Tag]] = defaultdict(set)  # by kernel
+        register_launcher(backend.NAME, self._launch)
 
-    def run(self, op: Operation, operands: Sequence[Tag]) -> None:
-        """Run ``op``, the launch of a kernel. Raises ``AuditError``."""
-        assert op.run is not None, "kernels compute something"
+    def start(self) -> None:
+        """The engine is about to work."""
+        self._gpu.execute = self.run
+
+    def _launch(self, kernel: Kernel, compute: Callable[..., None], operands: tuple[Any, ...]) -> None:
+        if self.nums[kernel.name] < self._num_each:
+            self._operands[kernel.name] |= {one.allocation.tag for one in operands if isinstance(one, VTensor)}
+        launch_declared(kernel, compute, operands)
+
+    def run(self, op: Operation) -> None:
+        """Run ``op``. Raises ``AuditError``."""
+        assert op.run is not None, "marks and waits touch no memory"
         is_attention = any(callable(access.rows) for access in op.reads)
-        if self.is_on and self._nums[op.label] < self._num_each and not is_attention:
-            self._nums[op.label] += 1
-            self._auditor.run(op, operands)
+        if op.label in self._operands and self.nums[op.label] < self._num_each and not is_attention:
+            self.nums[op.label] += 1
+            self._twice(op, [tag for tag in self._operands[op.label] if not tag.ended])
         else:
             op.run()
 
