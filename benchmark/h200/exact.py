@@ -13,7 +13,7 @@ request, position, step and the server's flight record.
 ``run`` adds a line of JSON for each configuration to DIR/pieces.jsonl, and keeps the reference in DIR, so that the next
 piece goes on from there. ``sum`` prints their counts together. Both return 1 if an answer differed, a request failed,
 a step fell back from its graph or was repaired. What is part of a model's identity (``--tp-size``, ``--quantization``,
-...) goes into --identity, which the quiet server gets too. ``serve`` is the server with --jitter or --sever.
+...) goes into --identity, which the quiet server gets too. --jitter and --sever: see disturbed.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -45,11 +44,7 @@ from hicache_client import RequestFailed, table
 from shapes import SHAPES, kv_bytes_per_token, make_model_dir, num_plain_tokens
 from tokenizers import Tokenizer
 
-from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.model_files import DEMOS
-from fenceline.config.server_args import parse_args
-from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.ipc.io_struct import PortArgs
 from fenceline_demo.corpus import encode_document
 from fenceline_demo.documents import short_document
 from fenceline_demo.tokenizer import FastEncoder
@@ -59,9 +54,10 @@ _SEED = 7  # of the servers: of dummy weights, and of seeds that requests do not
 _ANSWER = 48  # most tokens of an answer
 _MOST_ERRORS = 20  # after as many, or as many different answers, a configuration ends early
 _TIMEOUT_S = 300.0
+_LEAST_S = 5.0  # of a configuration, however long the server's start has taken
 
 
-# The pool ----------------------------------------------------------------------------------------------------------
+# The pool
 
 
 def make_pool(num: int, longest: int, ids: Callable[[random.Random, int], list[int]], vocab: int) -> list[Json]:
@@ -89,11 +85,11 @@ def make_pool(num: int, longest: int, ids: Callable[[random.Random, int], list[i
     for number in range(num):
         prompt = ids(rng, length(longest))
         if number % 3:
-            trunk = rng.choice(trunks)
+            trunk = trunks[number // 12 % len(trunks)]
             prompt = (trunk[: rng.randint(1, len(trunk))] + prompt[: length(64)])[:longest]
         params = {"max_new_tokens": rng.randint(5, _ANSWER), "seed": number, **ways[number % len(ways)]}
         body = {"input_ids": prompt, "sampling_params": params | kinds[number % len(kinds)], "return_logprob": True}
-        logprobs = told[number // 2 % len(told)]
+        logprobs = told[number // 8 % len(told)]
         if "logprob_start_len" in logprobs:
             logprobs = {"logprob_start_len": rng.randrange(len(prompt)), "top_logprobs_num": number % 3}
         pool.append(body | logprobs)
@@ -116,7 +112,7 @@ def prompt_maker(model: str, folder: Path) -> Callable[[random.Random, int], lis
     return ids
 
 
-# Comparison --------------------------------------------------------------------------------------------------------
+# Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +170,8 @@ def compare(request: int, ask: Json, expected: Sequence[Json], got: Sequence[Jso
     """How many bits differ, and the first difference. Of an answer that was aborted what there is is compared."""
     assert len(expected) == len(got), f"{len(got)} samples, not {len(expected)}"
     bits, first = 0, None
+    if orjson.dumps(expected) == orjson.dumps(_kept(got)):  # as nearly always, and faster
+        return bits, first
     for sample, (left, right) in enumerate(zip(expected, got, strict=True)):
         aborted = right["meta_info"]["finish_reason"]["type"] == "abort"
         left = _cut(left, right) if aborted else left
@@ -207,7 +205,7 @@ def _shown(value: object) -> str:
     return f"{value!r} (0x{_bits(value):08x})" if isinstance(value, float) else repr(value)
 
 
-# Client ------------------------------------------------------------------------------------------------------------
+# Client
 
 
 class Client:
@@ -265,7 +263,7 @@ async def complete(reference: dict[str, list[Json]], url: str, pool: Sequence[Js
                 reference[str(number)] = _kept(await client.answer(ask))
 
 
-# Company -----------------------------------------------------------------------------------------------------------
+# Company
 
 
 @dataclass(slots=True)
@@ -339,8 +337,8 @@ class Company:
         try:
             if fate > 0.94:
                 await asyncio.wait([answering], timeout=self._rng.random() * 0.3)
-                if fate > 0.97:
-                    self.tally.events["clients that left"] += not answering.done()
+                if fate > 0.97 and not answering.done():
+                    self.tally.events["clients that left"] += 1
                     return
                 await self._client.post("/abort_request", {"rid": body["rid"]})
             samples = await answering
@@ -381,7 +379,7 @@ class Company:
             self.tally.events[f"{kind} {mode}".strip()] += 1
 
 
-# Configurations ----------------------------------------------------------------------------------------------------
+# Configurations
 
 
 def configurations(longest: int, token_bytes: int, on_cpu: bool, storage: str) -> dict[str, list[str]]:
@@ -412,18 +410,12 @@ def configurations(longest: int, token_bytes: int, on_cpu: bool, storage: str) -
             "eagle3_tree": f"{graphs} {tight} {eagle3} {tree}",
             "nextn": f"{tight} --speculative-algorithm NEXTN {kernel}",
             "everything": f"{graphs} {tight} {eagle3} {kernel} {files} {first} --retract-policy offload",
+            "replicas": f"{tight} --dp-size 2",
         }.items()
     }
 
 
-def possible(flags: Sequence[str], folder: Path, refused: str) -> bool:
-    """Whether the model has the drafts that ``flags`` name, and ``refused`` (a regular expression) matches none."""
-    drafts = [flag.lower() for before, flag in zip(flags, flags[1:], strict=False) if "-algorithm" in before]
-    has_drafts = all((folder / draft).is_dir() for draft in drafts)
-    return has_drafts and not (refused and re.search(refused, " ".join(flags)))
-
-
-# Pieces ------------------------------------------------------------------------------------------------------------
+# Pieces
 
 
 def state_of(url: str) -> Json:
@@ -468,8 +460,12 @@ _EVENTS: dict[str, tuple[str, ...]] = {
 
 async def answer_in_company(server: BenchServer, pool: Sequence[Json], reference: Json, how: Json) -> Json:
     """One configuration's line of pieces.jsonl."""
-    begin, before = time.monotonic(), state_of(server.url)
+    begin = time.monotonic()
     async with Client(server.url) as client:
+        for ask in pool[:4]:  # memory is counted when it has begun
+            await client.answer(ask)
+        before = state_of(server.url)
+        how = how | {"until": max(how["until"], time.monotonic() + _LEAST_S)}
         company = Company(client, pool, reference, how)
         await company.run()
         server.raise_if_dead()
@@ -496,7 +492,7 @@ async def answer_in_company(server: BenchServer, pool: Sequence[Json], reference
 def run(args: argparse.Namespace) -> int:
     """``run``: the exit code."""
     end, folder = time.monotonic() + args.seconds, make_model_dir(args.model, args.models)
-    launcher = [__file__, "serve"]
+    launcher = [str(Path(__file__).with_name("disturbed.py"))]
     launcher += [] if args.jitter is None else ["--jitter", str(args.jitter)]
     launcher += [part for name in args.sever for part in ("--sever", name)]
     same = f"--enable-deterministic-inference --enable-metrics --random-seed {_SEED} --dtype {args.dtype}".split()
@@ -517,12 +513,19 @@ def run(args: argparse.Namespace) -> int:
     token_bytes = kv_bytes_per_token(args.model) * (2 if args.dtype == "float32" else 1)
     with tempfile.TemporaryDirectory(prefix="exact-") as storage:
         all_flags = configurations(longest, token_bytes, args.device == "cpu", storage)
-        names = args.configs or [name for name, flags in all_flags.items() if possible(flags, folder, args.without)]
-        names = names[args.seed % len(names) :] + names[: args.seed % len(names)]  # another piece begins elsewhere
+        possible = [
+            name
+            for name, flags in all_flags.items()
+            if name != "replicas"  # needs as many GPUs
+            and (args.device == "cpu" or name != "eagle3_tree")  # refused on a GPU
+            and all((folder / word.lower()).is_dir() for word in flags if word in ("EAGLE3", "NEXTN"))
+        ]
+        first = args.seed % len(possible)  # another piece begins elsewhere
+        names = args.configs or possible[first:] + possible[:first]
         failed = False
         for index, name in enumerate(names):
             share = (end - time.monotonic()) / (len(names) - index)
-            if share <= 0:
+            if share <= 0 and index:
                 print(f"no time is left for {', '.join(names[index:])}", flush=True)
                 break
             line: Json = {"config": name, "seed": args.seed + index, "jitter": args.jitter, "reference": key}
@@ -586,60 +589,8 @@ def report(lines: Sequence[Json], events: bool = True) -> str:
     return text
 
 
-# The server --------------------------------------------------------------------------------------------------------
-
-
-def run_disturbed_scheduler(
-    jitter: int | None, severed: frozenset[str], config: EngineConfig, ports: PortArgs, rank: int = 0
-) -> None:
-    """The entry of the scheduler's process."""
-    import torch
-
-    from fenceline import memory_order
-    from fenceline.memory_order.stream import Stream
-    from fenceline.scheduler import process
-
-    rng = random.Random(None if jitter is None else jitter + rank)
-    if severed:
-        process.open_device = functools.partial(memory_order.open_device, severed=severed)  # type: ignore[attr-defined]
-
-    def delayed(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Before one of eight records and waits the host, the stream, or neither loses up to 0.3 ms."""
-
-        def call(self: Stream, *args: object) -> object:
-            chance = rng.random()
-            if chance < 1 / 16:
-                time.sleep(rng.random() * 3e-4)
-            elif chance < 1 / 8 and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
-                with self.active():
-                    torch.cuda._sleep(rng.randrange(500_000))
-            return method(self, *args)
-
-        return call
-
-    if jitter is not None:
-        for name in ("record", "wait"):
-            setattr(Stream, name, delayed(getattr(Stream, name)))
-    process.run_scheduler_process(config, ports, rank)
-
-
-def serve(argv: Sequence[str]) -> int:
-    """``serve``: launch_server with two more options."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--jitter", type=int)
-    parser.add_argument("--sever", action="append", default=[])
-    own, flags = parser.parse_known_args(argv)
-    import exact  # the server's processes import this file by its name, not as the program that it is here
-
-    entry = functools.partial(exact.run_disturbed_scheduler, own.jitter, frozenset(own.sever))
-    return serve_until_stopped(resolve(parse_args(flags)), entry)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 if everything was the same."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["serve"]:
-        return serve(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="what", required=True)
     summing = parts.add_parser("sum", help="the table of all pieces")
@@ -654,8 +605,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     running.add_argument("--requests", type=int, default=504, help="in the pool")
     running.add_argument("--longest", type=int, default=8000, help="tokens of the longest prompt")
     running.add_argument("--workers", type=int, default=24, help="requests at a time")
-    running.add_argument("--configs", nargs="+", default=[], help="names; unless given, all that the model has")
-    running.add_argument("--without", default="", help="leave out configurations whose flags match this expression")
+    running.add_argument("--configs", nargs="+", default=[], help="names; unless given, all that can be")
     running.add_argument("--seed", type=int, default=1, help="of the company; another one for each piece")
     running.add_argument("--jitter", type=int, metavar="SEED", help="random delays on host and streams")
     running.add_argument("--sever", action="append", default=[], metavar="NAME", help="leave out an edge or a guard")
