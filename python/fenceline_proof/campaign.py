@@ -18,8 +18,10 @@ from fenceline.memory_order.edges import EDGES, ROWS, edge_of
 from fenceline_proof.arms import Arm, judge, unarmed_rows
 from fenceline_proof.events import EVENTS
 from fenceline_proof.everything import EVERYTHING
+from fenceline_proof.grammars import compiled_grammars
 from fenceline_proof.runs import Outcome, Trial, run
 from fenceline_proof.table import Proof
+from fenceline_proof.tiny_model import tiny_model_path
 from fenceline_proof.workloads import WORKLOADS
 from fenceline_sim.pairs import missed
 from fenceline_sim.policy import Answers
@@ -212,17 +214,17 @@ def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
 
 def _intact_trials(plan: Plan) -> Iterator[Trial]:
     """The runs of the intact engine in rounds: first one run of each workload, then as many as its share says."""
+    seeds = {name: count(plan.first_seed) for name in plan.workloads}
     for round_no in count():
         for name in plan.workloads:
-            seeds = WORKLOADS[name].share if round_no else 1
-            for i in range(seeds):
-                yield Trial(name, plan.first_seed + round_no * 10 + i, detect=plan.detect)
+            for _ in range(WORKLOADS[name].share if round_no else 1):
+                yield Trial(name, next(seeds[name]), detect=plan.detect)
 
 
 def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
     """More runs of the workload with everything, as long as something has not been seen in any."""
-    past = max(outcome.trial.seed for outcome in tally.intact) + 1
-    for seed in range(past, past + _MORE_RUNS_FOR_EVENTS):
+    first = plan.first_seed + tally.num_everything
+    for seed in range(first, first + _MORE_RUNS_FOR_EVENTS):
         if tally.events().keys() >= EVENTS.keys():
             return
         yield Trial(EVERYTHING.name, seed, detect=plan.detect)
@@ -236,7 +238,9 @@ def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
                 return
             yield run(trial)
         return
-    context = multiprocessing.get_context("spawn")
+    compiled_grammars()  # once for all processes, and so is what they import
+    tiny_model_path()
+    context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(plan.jobs, context, prepare) as pool:
         running: set[Future[Outcome]] = {pool.submit(run, trial) for trial in islice(trials, 2 * plan.jobs)}
         while running:

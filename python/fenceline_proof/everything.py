@@ -1,13 +1,16 @@
 """The workload ``everything``: each run is a random combination of all features.
 
+Seeds take turns through all pairs of an arrangement of requests and an engine, so that twenty runs have all of them.
+
 The fields of requests, the flags of the engine and the messages of control are lists of independent choices below. A
 new feature is one more line in one of them, and an event or two in ``events.EVENTS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -28,23 +31,24 @@ from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.launched_attention import LAUNCHED
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
-from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers
+from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers, trees
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
-_RARE_STATES = ("before a remap", "before a remap", "retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
-_ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "")  # "": torch's operators
+_ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "", "")  # "": torch's operators
+# What kind of engine a run has: it speculates, plans attention on the host, or keeps keys and values in FP8.
+_DRAFTS, _PLANS, _EIGHT_BITS = "drafts", "plans", "eight bits"
 
 
-def _request(random: Random, page_size: int) -> dict[str, Any]:
-    """The options of one request, each chosen independently."""
+def _request(random: Random, num_prompt: int) -> dict[str, Any]:
+    """The options of one request of ``num_prompt`` tokens, each chosen independently."""
 
     def wants(share: float) -> bool:
         return random.random() < share
 
     options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "", "a", "b")), "stream": wants(0.8)}
     if wants(0.5):
-        options["temperature"] = random.choice((0.6, 1.0, 1.3))
+        options["temperature"] = random.choice((0.6, 1.3, 1.3))
         if wants(0.4):
             options |= {"top_k": random.choice((1, 2, 8)), "top_p": random.choice((0.6, 0.9, 1.0))}
         if wants(0.3):
@@ -59,13 +63,13 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
     if wants(0.3):
         options["ignore_eos"] = True
     if wants(0.3):
-        start = random.choice((-1, 0, page_size, 2 * page_size + 1))
+        start = random.choice((-1, 0, num_prompt // 2, num_prompt - 1))
         options |= {"return_logprob": True, "logprob_start_len": start}
         options |= {"top_logprobs_num": random.choice((0, 3)), "token_ids_logprob": random.choice(([], [9, 2]))}
     return options
 
 
-def _requests(script: Script, page_size: int) -> None:
+def _requests(script: Script) -> None:
     """Bursts of requests of a few families with common prefixes, some of them twins (with equal prompts). All may end
     in the pause between bursts. The burst before the last evicts the prefixes of the last one from the device.
 
@@ -73,37 +77,36 @@ def _requests(script: Script, page_size: int) -> None:
     requests share more and hold more memory together, and twins get equal answers.
     """
     random, step = script.random, 0
-    plain = random.random() < 0.4
-    constrained = not plain and random.random() < 0.65
+    plain = random.random() < 0.35
+    constrained = not plain and random.random() < 0.75
     if constrained:
         load_grammars(script)
+        script.abort_when("running", random.randrange(3, 12))
     families = [script.prompt(9, 15) for _ in range(4)]
     for first, second in random.choice((((0, 1), (1, 2)), ((0, 1), (2, 3), (0, 1)))):
         third = random.choice((first, second, random.randrange(4)))
         for family in (families[first], families[second], families[third]):
             kept = len(family) if plain or random.random() < 0.7 else random.randrange(len(family))
             prompt = family[:kept] + script.prompt(1, 6)
-            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain, constrained)
+            _some(script, step + random.choice((0, 0, 0, 2)), prompt, plain, constrained)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
 
 
-def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: bool, constrained: bool) -> None:
+def _some(script: Script, step: int, prompt: list[int], plain: bool, constrained: bool) -> None:
     """A request, or two with the same prompt. The two have equal options except the seed, or independent ones."""
     random = script.random
     num_twins = random.choice((1, 1, 2))
     alike = plain or random.random() < 0.5
     for index in range(num_twins):
         if index == 0 or not alike:
-            options: dict[str, Any] = {"ignore_eos": True} if plain else _request(random, page_size)
+            options: dict[str, Any] = {"ignore_eos": True} if plain else _request(random, len(prompt))
             options["priority"] = random.choice((0, step, 20))  # used if the engine has priorities
             num_tokens = random.choice((0, 1, 3, 5, 9, 14))
             if num_tokens > 1 and random.random() < 0.2:
                 options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
                 options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would draw before
-            if constrained and random.random() < 0.6:
-                options["grammar"] = choose(random)
-            if options.get("logprob_start_len", -1) >= len(prompt):
-                options["logprob_start_len"] = len(prompt) - 1
+            if constrained and random.random() < 0.75:
+                options["grammar"], num_tokens = choose(random), max(num_tokens, 5)
         rid = script.add(step, prompt, num_tokens, **options)
     if random.random() < 0.2:
         script.follow(rid, random.randint(0, 4), script.prompt(1, 5), random.randint(1, 4))
@@ -113,22 +116,21 @@ def _control(script: Script) -> None:
     """Pauses, aborts and flushes that arrive while the requests run."""
     random = script.random
     step = 0
-    for number in range(random.choice((0, 1, 2, 2))):
-        step += random.randint(3, 10)
-        mode = random.choice(("abort", "retract", "retract", "in_place"))
+    for number, mode in enumerate(random.sample(("abort", "retract", "in_place"), random.choice((1, 2, 2)))):
+        step += random.randint(3, 7)
         script.send(step, PauseGenerationReq(id=f"pause {number}", mode=mode))
         step += random.randint(1, 4)
         script.send(step, ContinueGenerationReq(id=f"continue {number}"))
-    for state in random.sample((*STATES, *_RARE_STATES), 3):
+    for state in random.sample((*STATES, "before a remap", "retracted"), 4):
         script.abort_when(state, random.randrange(12))
     if random.random() < 0.2:
         script.send(random.randrange(4, 30), AbortReq(abort_all=True))
     if random.random() < 0.5:
         script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.5))
-    if random.random() < 0.4:
+    if random.random() < 0.75:
         step = random.randrange(20)
         script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.5))
-        if random.random() < 0.3:
+        if random.random() < 0.2:
             script.send(step + random.randint(1, 8), CancelFlushReq(id="early"))
 
 
@@ -148,18 +150,16 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
     if random.random() < 0.85:
         flags["cuda_graph_bs"] = random.choice(((1, 2), (2,), (1, most), (most,)))
         flags["disable_cuda_graph_padding"] = random.random() < 0.15
-        flags["debug_cuda_graph"] = random.random() < 0.2
+        flags["debug_cuda_graph"] = random.random() < 0.45
     if random.random() < 0.75:
         flags["piecewise_cuda_graph_tokens"] = random.choice(((2, 8), (4,), (8,)))
-    backend = _ATTENTION[int(random.random() * len(_ATTENTION))]
+    backend = random.choice(_ATTENTION)
     if backend:
         flags["attention_backend"] = backend
     if random.random() < 0.5:
         flags |= {"enable_priority_scheduling": True, "schedule_policy": "fcfs"}
         flags["schedule_low_priority_values_first"] = random.random() < 0.3
         flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
-    if random.random() < 0.35:
-        flags |= draft_flags(random)
     if tiers or random.random() < 0.9:
         flags |= _tiers(random)
     else:
@@ -170,7 +170,7 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
 def _tiers(random: Random) -> Flags:
     flags: dict[str, Flag] = {
         "enable_hierarchical_cache": True,
-        "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
+        "hicache_ratio": random.choice((0.5, 0.5, 0.5, 1.0, 2.0)),
         "hicache_write_policy": random.choice(_POLICIES),
         "hicache_mem_layout": random.choice(("layer_first", "page_first")),
         "hicache_io_backend": random.choice(("kernel", "direct")),
@@ -200,7 +200,7 @@ def _loads_meet(script: Script, page_size: int) -> Flags:
         "max_running_requests": 3,
         "chunked_prefill_size": -1,
         "hicache_ratio": 2.0,
-        "hicache_write_policy": random.choice(("write_through", "write_back")),
+        "hicache_write_policy": random.choice(("write_through", "write_back", "write_back")),
     }
 
 
@@ -247,16 +247,17 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     script.send(back, AbortReq(abort_all=True))
     script.send(back, FlushCacheReq(id="emptied", wait=True))
     for family, pause in zip((families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True):
-        options = _request(random, page_size) | {"extra_key": ""}
-        script.add(back + 3 + pause, family + script.prompt(1, 3), random.randint(2, 6), **options)
+        prompt = family + script.prompt(1, 3)
+        options = _request(random, len(prompt)) | {"extra_key": ""}
+        script.add(back + 3 + pause, prompt, random.randint(2, 6), **options)
     if random.random() < 0.4:
         script.abort_when("waiting for storage", back)
     if random.random() < 0.5:
         script.when_idle(back + 6, FlushCacheReq(id="of storage", storage=True))
-    flags: dict[str, Flag] = dict(draft_flags(random)) if random.random() < 0.6 else {}
-    if random.random() < 0.7:  # or storage often answers too late
+    flags: dict[str, Flag] = {}
+    if random.random() < 0.85:  # or storage often answers too late
         flags["hicache_storage_prefetch_policy"] = "wait_complete"
-    if random.random() < 0.7:  # or a directory is often too small for what comes back
+    if random.random() < 0.8:  # or a directory is often too small for what comes back
         flags["hicache_storage_size"] = 1.0
     return {
         **flags,
@@ -270,55 +271,73 @@ def _from_storage(script: Script, page_size: int) -> Flags:
 
 def _paused_twice(script: Script, page_size: int) -> Flags:
     """An arranged run: two pauses retract requests of different kinds, half of whose pages are not full; one is aborted
-    then or soon after. With a draft the temperature is high: the common noise makes drafts agree, also those of several
-    layers, which few other runs have."""
+    then or soon after. The temperature is high: the common noise makes drafts agree, also those of several layers."""
     random = script.random
     flags: Flags = {}
-    if random.random() < 0.6:
-        flags = several_layers(random) if random.random() < 0.6 else draft_flags(random)
-    hot = {"temperature": 1.3} if flags else {}
+    hot = {"temperature": 1.3}
     kinds: list[dict[str, Any]] = [hot, {**hot, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
-    if random.random() < 0.5:
+    constrained = random.random() < 0.7
+    if constrained:
         load_grammars(script)
-        kinds.append({"grammar": choose(random)})
+        kinds = random.choice((kinds, [])) + [{"grammar": choose(random), "min_new_tokens": 8}]
     most = random.choice((2, 3))
     for index in range(3):
         options = kinds[index % len(kinds)] | {"ignore_eos": True}
-        script.add(index, script.prompt(2, 2 * page_size), random.randint(10, 18), **options)
-    step = random.randint(5, 7)
-    if random.random() < 0.5:  # half-way through its prompt
+        script.add(index, script.prompt(2, 2 * page_size), random.randint(12, 22), **options)
+    step = random.randint(7, 10)
+    if constrained and random.random() < 0.6:
+        script.abort_when("running", step - random.randint(1, 4))
+    crowded = random.random() < 0.5
+    if crowded:  # two that come during the first pause take all pages on both tiers, so that no tail can be used
+        flags = {"enable_priority_scheduling": True, "schedule_policy": "fcfs", "chunked_prefill_size": -1}
+        flags |= {"schedule_low_priority_values_first": False, "hicache_write_policy": "write_through"}
+        for _ in range(2):
+            script.add(step, script.prompt(26, 28), 2, priority=30)
+    elif random.random() < 0.7:  # half-way through its prompt
         flags, most = {**flags, "chunked_prefill_size": 8}, 4
         scored = {"return_logprob": True, "logprob_start_len": random.randrange(4)}
         script.add(step - random.randint(2, 4), script.prompt(24, 32), random.randint(1, 4), **scored)
+    with_a_tail = ("retracted with a tail",)
+    for state in random.choice((with_a_tail, with_a_tail, ("retracted", "running"), ("queued",))):
+        script.abort_when(state, step + random.choice((0, 6)))
     for number in range(2):
         script.send(step, PauseGenerationReq(id=f"pause {number}", mode="retract"))
         script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue {number}"))
         step += random.randint(5, 7)
-    script.abort_when(random.choice(("retracted with a tail", "retracted", "running", "queued")), step - 7)
     return {
         **flags,
-        "max_total_tokens": random.choice((64, 96)),
+        "max_total_tokens": 64 if crowded else random.choice((64, 96)),
         "max_running_requests": most,
-        "hicache_ratio": random.choice((0.5, 0.5, 1.0, 2.0)),
-        "retract_policy": random.choice(("offload", "offload", "recompute")),
+        "hicache_ratio": 0.5 if crowded else random.choice((0.5, 0.5, 1.0, 2.0)),
+        "retract_policy": "offload" if crowded else random.choice(("offload", "offload", "recompute")),
     }
 
 
-_SET_PIECES = (_loads_meet, _overtaken, _overtaken, _from_storage, _from_storage, _paused_twice, _paused_twice)
+_Arrangement = Callable[[Script, int], Flags]
+_ENGINES = (_DRAFTS, _PLANS, _EIGHT_BITS)
+_ARRANGEMENTS: tuple[_Arrangement | None, ...] = (  # None: requests and flags of all kinds
+    None, _from_storage, _paused_twice, None, _loads_meet, _overtaken, None
+)  # fmt: skip
 
 
-def _everything(random: Random) -> Scenario:
-    scenario = _product(random)
+def _everything(random: Random, arrangement: _Arrangement | None, engine: str) -> Scenario:
+    scenario = _product(random, arrangement, engine)
     flags = dict(with_storage_limits(random, scenario.flags))
-    arrivals = scenario.arrivals
-    if "draft" not in flags and random.random() < 0.5:
-        flags["kv_cache_dtype"] = "fp8_e4m3"
     flags |= _seldom(random, flags)
     if "kv_cache_dtype" in flags:  # FlashInfer reads no FP8: our own kernels attend in its place
         flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
+    arrivals = scenario.arrivals
     if random.random() < 0.4:
         arrivals = _in_bodies(random, arrivals)
     return replace(scenario, flags=flags, arrivals=arrivals)
+
+
+def _of_engine(random: Random, engine: str) -> Flags:
+    if engine == _EIGHT_BITS and random.random() < 0.85:
+        return {"kv_cache_dtype": "fp8_e4m3"}
+    if engine == _PLANS and random.random() < 0.7:
+        return {"attention_backend": random.choice(PLANNED), "disable_overlap_schedule": False}
+    return random.choice((trees, several_layers, several_layers, draft_flags))(random)
 
 
 def _seldom(random: Random, flags: Flags) -> Flags:
@@ -349,31 +368,27 @@ def _in_bodies(random: Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ..
     return tuple(placed)
 
 
-def _product(random: Random) -> Scenario:
+def _product(random: Random, arrangement: _Arrangement | None, engine: str) -> Scenario:
     script = Script(random)
-    page_size = random.choice((1, 2, 4, 4, 8))
+    page_size = random.choice((1, 2, 4, 4, 8) if arrangement is None else (2, 4))
     if random.random() < 0.2:
         script.add(random.randrange(20), script.prompt(120, 130), 1)  # larger than the pool
-    if random.random() < 0.55:  # arranged, for events that rarely happen by chance
-        page_size = random.choice((2, 4))
-        piece = random.choice(_SET_PIECES)(script, page_size)
-        most = int(str(piece["max_running_requests"]))
-        flags = _flags(random, page_size, most, tiers=True)
-        if "draft" in piece:  # the other draft's go with it
-            flags = {name: value for name, value in flags.items() if not name.startswith("speculative_")}
-        flags = {**flags, **piece}
-        if "draft" not in piece and random.random() < 0.35:
-            flags = _with_another_model(random, flags)
-        return script.scenario(**_fitting(flags))
-    _requests(script, page_size)
+    of_engine = _of_engine(random, engine)
+    if arrangement is not None:  # for events that rarely happen by chance
+        piece = arrangement(script, page_size)
+        flags: Flags = {**_flags(random, page_size, int(str(piece["max_running_requests"])), tiers=True), **of_engine}
+        return script.scenario(**_fitting({**_with_another_model(random, flags, 0.35), **piece}))
+    _requests(script)
     _control(script)
-    flags = _flags(random, page_size, most=random.randint(2, 4))
-    if random.random() < 0.5:
+    flags = {**_flags(random, page_size, random.randint(2, 4)), **of_engine}
+    if random.random() < 0.6:
         # They are the plain model's.
-        keep_pause = random.random() < 0.5
-        script.new_weights(random.randrange(3, 24), partly=0.5, keep_pause=keep_pause)
-    elif random.random() < 0.6:
-        flags = _with_another_model(random, flags)
+        keep_pause = random.random() < 0.3
+        script.new_weights(random.randrange(2, 7), partly=0.6, keep_pause=keep_pause)
+    else:
+        flags = _with_another_model(random, flags, 0.6)
+    if random.random() < 0.4:  # shorter parts of a prefix are not loaded from the host, but computed again
+        flags = {**flags, "least_tokens": 3 * page_size}
     if random.random() < 0.2:  # as much memory as the running requests can use
         flags = {name: value for name, value in flags.items() if name != "max_total_tokens"}
         flags["context_length"] = GRAPH_CONTEXT - 3  # the last page is not whole
@@ -391,14 +406,23 @@ def _fitting(flags: Flags) -> Flags:
     return fitting
 
 
-def _with_another_model(random: Random, flags: Flags) -> Flags:
-    """Another model in the place of the plain one, often with a draft."""
-    model = random.choice(("windows", "experts"))
-    if "draft" not in flags and random.random() < 0.6:
+def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
+    """Another model in the place of the plain one in a share of the runs; its draft is a whole model."""
+    if random.random() >= share:
+        return flags
+    model = random.choice(("windows", "windows", "experts"))
+    if "draft" not in flags:
         return {**flags, "model": model}
     others = ("speculative_", "depth_seed")  # the other draft's
     flags = {name: value for name, value in flags.items() if not name.startswith(others)}
     return {**flags, **chains_of_models(random), "model": model}
 
 
-EVERYTHING = Workload("everything", "a random product of all features", _everything, share=10)
+_KINDS = tuple(partial(_everything, arrangement=some, engine=engine) for engine in _ENGINES for some in _ARRANGEMENTS)
+EVERYTHING = Workload(
+    "everything",
+    "a random product of all features",
+    lambda random: random.choice(_KINDS)(random),
+    share=len(_KINDS) - 1,
+    kinds=_KINDS,
+)

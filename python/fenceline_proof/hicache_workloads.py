@@ -209,14 +209,15 @@ def with_storage_limits(random: Random, flags: Flags) -> Flags:
     if flags.get("hicache_storage_backend", "none") == "none":
         return flags
     more: dict[str, Flag] = {}
-    if "hicache_storage_size" not in flags and random.random() < 0.5:
+    is_roomy = "hicache_storage_size" in flags
+    if not is_roomy and random.random() < 0.5:
         page_bytes = MOST_TOKEN_BYTES * int(str(flags["page_size"])) + 96  # with a header and an authentication code
-        more["hicache_storage_size"] = random.uniform(1.1, 4.0) * page_bytes / 1e9
+        more["hicache_storage_size"] = random.uniform(1.1, 3.0) * page_bytes / 1e9
     if random.random() < 0.3:
         more["hicache_storage_key"] = f"file:{storage_secret()}"
-    if random.random() < 0.5:
+    if random.random() < (0.2 if is_roomy else 0.6):
         more["bad_days"] = random.randrange(1 << 16)
-    return _with_least_tokens(random, {**flags, **more})
+    return {**flags, **more} if is_roomy else _with_least_tokens(random, {**flags, **more})
 
 
 def _swap_flags(script: Script, **flags: Flag) -> Flags:

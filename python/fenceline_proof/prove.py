@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fenceline_proof.campaign import Plan
     from fenceline_proof.table import Proof
 
-_DEFAULT_SEEDS = 160
+_DEFAULT_SEEDS = 136  # two rounds
 _SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
 

@@ -201,7 +201,7 @@ def _checks_order(trial: Trial, flags: Flags) -> bool:
 
 
 def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
-    scenario = trial.scenarios.make(Random(trial.seed))
+    scenario = trial.scenarios.scenario(trial.seed)
     with storage_directory(scenario.flags) as flags:
         flags = {**flags, "memory_check": "order" if _checks_order(trial, flags) else "off"}
         config = make_config(flags, device.kind)

@@ -42,8 +42,8 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """From ``step`` on, when a request is first seen in ``state`` (``events.STATES``), it is aborted. In state "" no
-    request is left, and ``message`` arrives."""
+    """From ``step`` on, when a request is first seen in ``state`` (``events.STATES``), ``message`` arrives; None: the
+    request is aborted. In state "" no request is left."""
 
     step: int
     state: str
@@ -64,13 +64,19 @@ class Scenario:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A named family of scenarios. ``share``: how many of a round's runs it gets. ``policies``: those of its schedules,
-    by seed, if not the usual ones (``runs.policy_of``)."""
+    by seed, if not the usual ones (``runs.policy_of``). ``kinds``: what ``make`` chooses from."""
 
     name: str
     about: str
     make: Callable[[Random], Scenario]
     share: int = 1
     policies: tuple[str, ...] = ()
+    kinds: tuple[Callable[[Random], Scenario], ...] = ()
+
+    def scenario(self, seed: int) -> Scenario:
+        """That of ``seed``; seeds take turns through the workload's kinds, if it has some."""
+        make = self.kinds[seed % len(self.kinds)] if self.kinds else self.make
+        return make(Random(seed))
 
 
 @dataclass(slots=True)
@@ -130,7 +136,7 @@ class Script:
 
     def new_weights(self, step: int, abort_all: bool = False, partly: float = 0.0, keep_pause: bool = False) -> None:
         """The weights are replaced at ``step``, by others or by the first ones; a share of ``partly`` replaces some
-        tensors. With ``keep_pause`` generation is paused afterwards for a few steps."""
+        tensors, when a request runs. With ``keep_pause`` generation is paused afterwards for a few steps."""
         self.num_updates += 1
         number = self.random.randrange(3)
         folder, label = tiny_weights(number) if number else tiny_model_path(), str(number)
@@ -144,6 +150,9 @@ class Script:
         if partly and self.random.random() < partly:
             file = tiny_part(max(number, 1))
             message = structs.replace(message, model_path=None, file=file, weight_version=None)
+            if not keep_pause:
+                self.reactions.append(Reaction(step, "running", message))
+                return
         self.send(step, message)
         if keep_pause:
             pause = self.random.randint(1, 4)

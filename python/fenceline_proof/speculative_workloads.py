@@ -56,6 +56,11 @@ def several_layers(random: Random) -> Flags:
     return {"draft": f"NEXTN{num_layers}", "speculative_num_steps": num_layers, **_depths(random)}
 
 
+def trees(random: Random) -> Flags:
+    """Trees of drafts, of a model that often agrees."""
+    return _tree_flags(random, random.choice(("NEAR", "ITSELF", "NEXTN", "EAGLE3"))) | _depths(random)
+
+
 def _depths(random: Random) -> dict[str, Flag]:
     return {"depth_seed": random.randrange(1 << 16)} if random.random() < 0.5 else {}
 

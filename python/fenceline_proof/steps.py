@@ -227,7 +227,7 @@ class Loop:
             return None if reqs else reaction.message
         found = (rid for rid, req in reqs.items() if state_of(self.scheduler, req) == reaction.state)
         rid = next(found, None)
-        return None if rid is None else AbortReq(rid=rid)
+        return None if rid is None else reaction.message or AbortReq(rid=rid)
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         for out in message.outs:

@@ -192,7 +192,13 @@ def storage_secret() -> str:
 
 
 def _temporary_folder(name: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=f"fenceline-tiny-{name}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_temporary_root()))
+
+
+@lru_cache
+def _temporary_root() -> Path:
+    """Of this process and of those that it forks later; deleted when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fenceline-tiny-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

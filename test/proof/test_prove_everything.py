@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import count
-from random import Random
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def test_every_feature_is_in_some_scenario() -> None:
     flags: dict[str, set[object]] = {}
     asked: dict[str, int] = {}
     for seed in range(200):
-        scenario = EVERYTHING.make(Random(seed))
+        scenario = EVERYTHING.scenario(seed)
         for name, value in scenario.flags.items():
             flags.setdefault(name, set()).add(value)
         for arrival in scenario.arrivals:
@@ -63,13 +62,13 @@ def test_every_feature_is_in_some_scenario() -> None:
 def test_flags_go_together() -> None:
     """Also where an arranged run replaces some of them."""
     for seed in range(100):
-        with storage_directory(EVERYTHING.make(Random(seed)).flags) as flags:
+        with storage_directory(EVERYTHING.scenario(seed).flags) as flags:
             make_config(flags, "vgpu")  # raises ConfigError
 
 
 def test_a_seed_is_a_run_of_everything_too() -> None:
     """With storage's threads, their time-out and reactions to what happens."""
-    scenarios = ((seed, EVERYTHING.make(Random(seed))) for seed in count())
+    scenarios = ((seed, EVERYTHING.scenario(seed)) for seed in count())
     seed = next(seed for seed, s in scenarios if "hicache_storage_prefetch_timeout" in s.flags and s.reactions)
     outcomes = [run(Trial(EVERYTHING.name, seed)) for _ in range(2)]
     assert outcomes[0] == outcomes[1] and outcomes[0].clean and len(outcomes[0].events) > 10
