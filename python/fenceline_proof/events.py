@@ -85,7 +85,6 @@ EVENTS: dict[str, str] = {
     "remap of a request that leaves": "before the next step",
     "eviction from the device": "",
     "stale match": "the prefix found for a waiting request has moved, and is looked up again",
-    "same prompt in two namespaces": "it is computed twice and kept twice",
     "pages handed on in use": "pages are leased again before it is known that their last users are done",
     # the host tier
     "load in FP8": "a prefix comes from the host",
@@ -163,7 +162,6 @@ class Watch:
         self._has_replayed = False  # the latest decode step
         self._runs = 0  # requests, when the weights are replaced
         self._num_chunks: Counter[str] = Counter()
-        self._namespaces: dict[bytes, set[str]] = {}
         if isinstance(device, VgpuDevice):
             around(device.gpu, "graph", after=lambda graph, *args: self._graphs.append(graph))
 
@@ -252,9 +250,6 @@ class Watch:
             self._num_chunks[req.rid] += 1
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
             self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
-            namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
-            namespaces.add(req.source.extra_key)
-            self.note("same prompt in two namespaces", len(namespaces) > 1)
 
     def _sampled_early(self, *_: object) -> None:
         pending = self._scheduler.masks.pending

@@ -7,8 +7,8 @@ allocated on and can be allocated there at once, whatever other streams still do
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,11 +92,8 @@ class Tag:
         return f"{kind} {list(self.shape)} allocated at {self.place}"
 
 
-class RowsOf(Protocol):
-    """Rows that follow from memory, read when the operation is about to run."""
-
-    def __call__(self) -> npt.NDArray[np.int64]:
-        """[N]."""
+# Rows [N] that follow from memory, read when the operation is about to run.
+RowsOf = Callable[[], npt.NDArray[np.int64]]
 
 
 class Access(NamedTuple):

@@ -367,7 +367,7 @@ class Step:
         nums = set[int]()
         for seq in self._candidates(unread, in_order):
             num = seq.length - seq.first_read(window)
-            if num not in nums and self._fits(memory, slots, part, seq):
+            if num not in nums and np.array_equal(memory.held[slots[:num]], self._to_read(seq, part)):
                 nums.add(num)
                 index = unread.index(seq)
                 yield [*unread[: 0 if in_order else index], *unread[index + 1 :]], slots[num:]
@@ -382,10 +382,6 @@ class Step:
         if unread and not in_order:
             longest = max(seq.length for seq in unread)
             yield from (seq for seq in unread[1:] if seq.length == longest)
-
-    def _fits(self, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> bool:
-        expected = self._to_read(seq, part)
-        return np.array_equal(memory.held[slots[: len(expected)]], expected)
 
     def _to_read(self, seq: Seq, part: int) -> I64:
         """What the slots of ``part`` hold that it has to read: all, or those that a window leaves."""
