@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+import torch
+from conformance_vgpu import make_gpu
+from scheduler_driver import answers
+from tiny_model import tiny_driver, tiny_requests
 
-from fenceline.memory_order.kernel import Kernel, register_launcher
-from fenceline_sim import backend
+from fenceline.memory_order.kernel import Kernel, declared, register_launcher
+from fenceline_proof.steps import Loop, make_config
+from fenceline_proof.workloads import WORKLOADS
+from fenceline_sim import VgpuDevice, backend
 from fenceline_sim.errors import CheckError
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.kernels import launch_declared
@@ -159,3 +167,93 @@ def ranges_of(access: Access) -> list[tuple[int, int]]:
 def _span(mask: Mask) -> str:
     where = np.flatnonzero(mask)
     return f"bytes {where[0]}..{where[-1] + 1}"
+
+
+# --- what it finds
+
+
+def compute_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    pool[rows] = values
+
+
+store_rows = declared("store_rows", compute_rows, "values -> pool[rows]")
+
+
+def test_audit_finds_an_undeclared_write() -> None:
+    gpu, device = make_gpu()
+    Auditor(gpu)
+    x = torch.zeros(8, device=device)
+
+    def kernel(x: torch.Tensor) -> None:
+        x[:5] = 1
+
+    declared("kernel", "x first", "-> first").launch(lambda x, first: kernel(x), x, x[:4])
+    with pytest.raises(AuditError, match=r"kernel writes tensor \[8\].*bytes 1[678]\.\.20 without declaring"):
+        gpu.synchronize_all()
+
+
+def test_audit_finds_an_undeclared_read() -> None:
+    gpu, device = make_gpu()
+    Auditor(gpu)
+    x, y = torch.ones(8, device=device), torch.zeros(4, device=device)
+
+    def kernel(x: torch.Tensor, y: torch.Tensor) -> None:
+        y.copy_(x[4:])
+
+    declared("kernel", "x y first", "first -> y").launch(lambda x, y, first: kernel(x, y), x, y, x[:4])
+    with pytest.raises(AuditError, match="depends on memory that it does not declare"):
+        gpu.synchronize_all()
+
+
+def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
+    gpu, device = make_gpu()
+    Auditor(gpu)
+    x = torch.ones(4, device=device)
+    declared("kernel", "x", "-> x").launch(lambda x: x.add_(1), x)
+    with pytest.raises(AuditError, match="depends on memory"):
+        gpu.synchronize_all()
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
+    gpu, device = make_gpu()
+    Auditor(gpu)
+    x, rows = torch.ones(4, 2, device=device), torch.tensor([1, 1, 3], device=device)
+    x.index_put_((rows,), torch.ones(3, 2, device=device), accumulate=True)
+    x.scatter_(0, torch.zeros(1, 2, dtype=torch.int64, device=device), x[1:2].clone(), reduce="add")
+    x.index_add_(0, rows, torch.ones(3, 2, device=device))
+    assert x[:, 0].tolist() == [4.0, 5.0, 1.0, 3.0]
+
+
+def test_audit_is_content_with_honest_kernels() -> None:
+    gpu, device = make_gpu()
+    auditor = Auditor(gpu)
+    pool, values = torch.zeros(8, 4, device=device), torch.ones(2, 4, device=device)
+    rows = torch.tensor([1, 2], device=device)
+    store_rows.run(pool, rows, values)
+    declared("add", "x", "x -> x").launch(lambda x: x.add_(1), pool)
+    assert pool.sum().item() == 40.0
+    assert auditor.num_audited >= 5
+
+
+@pytest.mark.parametrize("flags", [{}, {"cuda_graph_bs": (2, 4), "context_length": 64}], ids=["eager", "graphs"])
+def test_the_engines_operators_touch_what_they_declare(flags: dict[str, object]) -> None:
+    gpu = VirtualGpu()
+    auditor = Auditor(gpu)
+    expected = answers(tiny_driver("cpu", **flags), tiny_requests(2))
+    assert answers(tiny_driver(VgpuDevice(gpu=gpu), **flags), tiny_requests(2)) == expected
+    assert auditor.num_audited > 500
+
+
+@pytest.mark.parametrize("workload", ["conversations", "experts", "speculation_trees", "flashinfer", "launched"])
+def test_the_engines_kernels_touch_what_they_declare(workload: str) -> None:
+    """Of all memory of their operands, whether they declare an access to it or not."""
+    scenario, gpu = WORKLOADS[workload].make(Random(2)), VirtualGpu()
+    auditor = LaunchAuditor(gpu, num_each=2)
+    try:
+        loop = Loop(make_config(scenario.flags, "vgpu"), VgpuDevice(gpu=gpu), scenario=scenario)
+        auditor.start()
+        loop.run()
+    finally:
+        register_launcher("vgpu", launch_declared)
+    assert len(auditor.nums) > 5 and "skinny_linear" in auditor.nums
