@@ -9,7 +9,7 @@ import pytest
 from rank_processes import Ended
 from rank_server import answers_of_one_rank, check_server
 
-from fenceline.distributed.shared_gpu import VARIABLE
+from fenceline.distributed import SHARED_GPU_VARIABLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -24,4 +24,4 @@ def test_it_works_and_leaves_no_memory_open(case: str, tmp_path: Path) -> None:
 
 
 def test_a_server_of_two_ranks_answers_as_one_with_graphs() -> None:
-    check_server("demo", answers_of_one_rank("demo"), "--tp-size", "2", env={VARIABLE: "1"})
+    check_server("demo", answers_of_one_rank("demo"), "--tp-size", "2", env={SHARED_GPU_VARIABLE: "1"})

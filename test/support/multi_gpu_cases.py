@@ -17,10 +17,10 @@ import torch
 from bucket_traces import difference_across_ranks
 from peer_memory import NEAR_THE_END, begin_at, launches_of
 
+from fenceline.distributed import ranks_share_gpu
 from fenceline.distributed.gloo import GlooBackend
 from fenceline.distributed.nccl import NcclBackend
 from fenceline.distributed.peer import MAX_BYTES, PeerBackend, one_shot_bytes
-from fenceline.distributed.shared_gpu import ranks_share_gpu
 from fenceline.distributed.staged import StagedBackend
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Communicator, CommunicatorError, GraphError, PeerLostError, open_device

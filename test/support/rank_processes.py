@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from fenceline.distributed.shared_gpu import VARIABLE
+from fenceline.distributed import SHARED_GPU_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ROOT / "test" / "support" / "multi_gpu_cases.py"
@@ -25,7 +25,7 @@ class Ended:
         paths = [str(ROOT / "python"), str(ROOT / "sgl-kernel" / "python"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_MODULE_LOADING": "EAGER"}
         if shared:
-            env[VARIABLE] = "1"
+            env[SHARED_GPU_VARIABLE] = "1"
         logs = [folder / f"{rank}.log" for rank in range(size)]
         ranks = []
         for rank, log in enumerate(logs):

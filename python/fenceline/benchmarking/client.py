@@ -279,8 +279,7 @@ _READ_BUFFER_BYTES = 10 * 1024**2
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
     """A session without a limit on connections. The caller must close it. Each request has its own connection. A
-    connection that is kept alive may be closed by the server just when it is used again, and aiohttp does not retry a
-    POST."""
+    connection that is kept alive may be closed just when it is used again, and aiohttp does not retry a POST."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),

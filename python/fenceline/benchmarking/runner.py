@@ -233,8 +233,7 @@ async def _warm_up(client: Client, args: BenchArgs, request: BenchRequest, conve
 
 
 def exit_status(result: dict[str, Any]) -> int:
-    """The exit status: 0 for success, 1 if every request failed, 3 if a replay differed or failed. (argparse uses
-    2.)"""
+    """The exit status: 0 for success, 1 if every request failed, 3 if a replay differed or failed."""
     if result["completed"] == 0:
         return 1
     determinism = result.get("determinism")

@@ -9,6 +9,12 @@ class ConfigError(ValueError):
     """A configuration that cannot work. The message is one line and states the remedy."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises ``ConfigError`` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
 def num_usable_cores() -> int:
     """How many cores this process may use: those of its CPU affinity, or all cores where the system has no affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

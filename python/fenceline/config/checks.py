@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, require
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import check_hicache
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
@@ -52,103 +52,98 @@ def check(args: ServerArgs) -> None:
     check_hicache(args)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
 def _check_model(args: ServerArgs) -> None:
-    _require(
+    require(
         args.model_path != "",
         "--model-path is required: a directory, a hub id, or 'demo' for the model that ships with the package",
     )
-    _require(args.tokenizer_path != "", "--tokenizer-path is empty: name a directory or hub id, or leave it out")
-    _require(args.served_model_name != "", "--served-model-name is empty: give a name or leave it out")
+    require(args.tokenizer_path != "", "--tokenizer-path is empty: name a directory or hub id, or leave it out")
+    require(args.served_model_name != "", "--served-model-name is empty: give a name or leave it out")
 
 
 def _check_server(args: ServerArgs) -> None:
-    _require(args.host != "", "--host is empty: use 127.0.0.1 for this machine only or 0.0.0.0 for every interface")
-    _require(0 <= args.port <= 65535, f"--port {args.port}: choose 1 to 65535, or 0 for a free one")
+    require(args.host != "", "--host is empty: use 127.0.0.1 for this machine only or 0.0.0.0 for every interface")
+    require(0 <= args.port <= 65535, f"--port {args.port}: choose 1 to 65535, or 0 for a free one")
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key)):
-        _require(key != "", f"{name} is empty: give a key or leave the flag out")
-        _require(
+        require(key != "", f"{name} is empty: give a key or leave the flag out")
+        require(
             key is None or (key.isascii() and key.isprintable() and key == key.strip()),
             f"{name}: use ASCII characters only, without blanks around them, HTTP headers carry nothing else reliably",
         )
     for origin in args.cors_allowed_origins or ():
-        _require(
+        require(
             origin == "*" or _ORIGIN.fullmatch(origin) is not None,
             f"--cors-allowed-origins {origin}: give *, or what browsers call the origin of a page: scheme, host and"
             " perhaps a port in small letters, without a path, as in https://chat.example.org",
         )
     for name in args.allowed_hosts or ():
-        _require(
+        require(
             _HOST.fullmatch(name) is not None,
             f"--allowed-hosts {name}: give names without a scheme or port, as llm.example.org or *.example.org, or *",
         )
-    _require(args.watchdog_timeout > 0, f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0")
-    _require(
+    require(args.watchdog_timeout > 0, f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0")
+    require(
         0 <= args.shutdown_timeout <= _MOST,
         f"--shutdown-timeout {args.shutdown_timeout:g}: give a number of seconds, 0 to abort requests at once",
     )
     for name in ("req_waiting_timeout", "req_running_timeout"):
         seconds = getattr(args, name)
-        _require(
+        require(
             seconds is None or seconds > 0,
             f"--{name.replace('_', '-')} {seconds}: give a number of seconds > 0, or leave it out",
         )
 
 
 def _check_ranges(args: ServerArgs) -> None:
-    _require(
+    require(
         args.flight_recorder_steps >= 0,
         f"--flight-recorder-steps {args.flight_recorder_steps}: give a number of steps, or 0 to record nothing",
     )
-    _require(args.flight_recorder_dir != "", "--flight-recorder-dir is empty: name a folder or leave the flag out")
-    _require(args.torch_profiler_dir != "", "--torch-profiler-dir is empty: name a folder or leave the flag out")
+    require(args.flight_recorder_dir != "", "--flight-recorder-dir is empty: name a folder or leave the flag out")
+    require(args.torch_profiler_dir != "", "--torch-profiler-dir is empty: name a folder or leave the flag out")
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
-        _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
+        require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
     for item in flags_of(type(args)).values():
         value = getattr(args, item.name)
         if item.type is int and not item.many and value is not None and item.name not in _ANY_SIZE:
-            _require(value <= _MOST, f"{item.option} {value}: must be at most {_MOST}; lower it")
-    _require(
+            require(value <= _MOST, f"{item.option} {value}: must be at most {_MOST}; lower it")
+    require(
         args.context_length is None or args.context_length >= 2,
         f"--context-length {args.context_length}: too short for any request, which has a token of prompt and one of"
         " answer; give at least 2",
     )
     running = args.max_running_requests
-    _require(
+    require(
         running is None or running <= _MOST_RUNNING,
         f"--max-running-requests {running}: no more than {_MOST_RUNNING} can run at once; lower it, more requests wait"
         " in the queue",
     )
     fraction = args.mem_fraction_static
-    _require(
+    require(
         fraction is None or 0 < fraction < 1,
         f"--mem-fraction-static {fraction}: must lie between 0 and 1, for example 0.8",
     )
-    _require(
+    require(
         args.schedule_conservativeness > 0,
         f"--schedule-conservativeness {args.schedule_conservativeness:g}: must be above 0, 1.0 is usual",
     )
     seed = args.random_seed
-    _require(seed is None or 0 <= seed <= _MAX_SEED, f"--random-seed {seed}: must lie between 0 and 2^63 - 1")
+    require(seed is None or 0 <= seed <= _MAX_SEED, f"--random-seed {seed}: must lie between 0 and 2^63 - 1")
 
 
 def _check_priority(args: ServerArgs) -> None:
     threshold, default = args.priority_scheduling_preemption_threshold, args.default_priority_value
-    _require(
+    require(
         threshold >= 0,
         f"--priority-scheduling-preemption-threshold {threshold}: must be at least 0, or requests of one priority "
         "would take each other's places for ever",
     )
-    _require(
+    require(
         default is None or MIN_PRIORITY <= default <= MAX_PRIORITY,
         f"--default-priority-value {default}: must fit in 64 bits",
     )
-    _require(
+    require(
         not args.enable_priority_scheduling or args.schedule_policy == "fcfs",
         f"--enable-priority-scheduling orders by priority and then by arrival, not by --schedule-policy "
         f"{args.schedule_policy}: use fcfs",
@@ -170,43 +165,43 @@ def _check_speculation(args: ServerArgs) -> None:
         "--speculative-simulate-acceptance": simulated,
     }
     for name, value in given.items():
-        _require(
+        require(
             value is None or args.speculative_algorithm is not None, f"{name} {value}: needs --speculative-algorithm"
         )
     revision = args.speculative_draft_model_revision
-    _require(
+    require(
         revision is None or args.speculative_draft_model_path is not None,
         f"--speculative-draft-model-revision {revision}: chooses a version of the hub id that"
         " --speculative-draft-model-path gives, add it or leave this out",
     )
     token_map = args.speculative_token_map
-    _require(
+    require(
         token_map is None or args.speculative_algorithm == "EAGLE",
         f"--speculative-token-map {token_map}: for --speculative-algorithm EAGLE alone (an EAGLE-3 draft's checkpoint"
         " has its own), leave it out",
     )
-    _require(
+    require(
         token_map is None or args.tp_size == 1,
         f"--speculative-token-map {token_map}: is not possible with --tp-size above 1, leave one of them out",
     )
-    _require(
+    require(
         steps is None or 1 <= steps <= _MOST_SPECULATIVE_STEPS,
         f"--speculative-num-steps {steps}: must be 1 to {_MOST_SPECULATIVE_STEPS}",
     )
-    _require(
+    require(
         simulated is None or simulated >= 1,
         f"--speculative-simulate-acceptance {simulated}: every step yields a token, give at least 1",
     )
-    _require(
+    require(
         simulated is None or args.load_format == "dummy",
         f"--speculative-simulate-acceptance {simulated}: changes tokens, which only --load-format dummy allows",
     )
-    _require(
+    require(
         simulated is None or topk in (None, 1),
         f"--speculative-simulate-acceptance {simulated}: of chains alone, leave --speculative-eagle-topk out",
     )
-    _require(topk is None or topk >= 1, f"--speculative-eagle-topk {topk}: must be at least 1")
-    _require(
+    require(topk is None or topk >= 1, f"--speculative-eagle-topk {topk}: must be at least 1")
+    require(
         rows is None or topk not in (None, 1) or (steps is not None and rows == steps + 1),
         f"--speculative-num-draft-tokens {rows}: a chain has --speculative-num-steps + 1, leave it out",
     )
@@ -215,13 +210,13 @@ def _check_speculation(args: ServerArgs) -> None:
 def _check_kv_cache(args: ServerArgs) -> None:
     if args.kv_cache_dtype == "auto":
         return
-    _require(
+    require(
         args.speculative_algorithm is None,
         f"--kv-cache-dtype {args.kv_cache_dtype} does not go with --speculative-algorithm yet: leave one of them out",
     )
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         backend = getattr(args, name)
-        _require(
+        require(
             backend not in ("flashinfer", "fa3"),
             f"--{name.replace('_', '-')} {backend} does not read --kv-cache-dtype {args.kv_cache_dtype}: use triton, or"
             " leave it out",
@@ -231,7 +226,7 @@ def _check_kv_cache(args: ServerArgs) -> None:
 def _check_ranks(args: ServerArgs) -> None:
     """Check how ranks are spread over nodes, and experts over ranks."""
     _check_nodes(args)
-    _require(
+    require(
         args.tp_size % args.ep_size == 0,
         f"--ep-size {args.ep_size}: experts are split over the ranks of --tp-size, which is {args.tp_size} and no"
         " multiple of it",
@@ -240,21 +235,21 @@ def _check_ranks(args: ServerArgs) -> None:
 
 def _check_nodes(args: ServerArgs) -> None:
     nnodes, node, address = args.nnodes, args.node_rank, args.dist_init_addr
-    _require(0 <= node < nnodes, f"--node-rank {node}: of {nnodes} nodes (--nnodes) the last is {nnodes - 1}")
-    _require(
+    require(0 <= node < nnodes, f"--node-rank {node}: of {nnodes} nodes (--nnodes) the last is {nnodes - 1}")
+    require(
         nnodes > 1 or address is None,
         f"--dist-init-addr {address}: is for several hosts; give --nnodes too, or leave it out",
     )
     if nnodes == 1:
         return
-    _require(args.dp_size == 1, f"--dp-size {args.dp_size}: replicas share one host so far; leave --nnodes out")
-    _require(address is not None, f"--nnodes {nnodes}: give --dist-init-addr HOST:PORT, the same on all nodes")
+    require(args.dp_size == 1, f"--dp-size {args.dp_size}: replicas share one host so far; leave --nnodes out")
+    require(address is not None, f"--nnodes {nnodes}: give --dist-init-addr HOST:PORT, the same on all nodes")
     host, _, port = (address or "").rpartition(":")
-    _require(
+    require(
         host not in ("", "0.0.0.0") and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535,
         f"--dist-init-addr {address}: give HOST:PORT of node 0, for example 192.168.0.1:20000",
     )
-    _require(
+    require(
         args.tp_size % nnodes == 0,
         f"--nnodes {nnodes}: the ranks (--tp-size {args.tp_size}) cannot be spread evenly over as many nodes",
     )
@@ -263,27 +258,27 @@ def _check_nodes(args: ServerArgs) -> None:
 def _check_memory(args: ServerArgs) -> None:
     page, chunk, prefill = args.page_size, args.chunked_prefill_size, args.max_prefill_tokens
     pool = args.max_total_tokens
-    _require(
+    require(
         pool is None or pool >= page,
         f"--max-total-tokens {pool}: not even one page of {page}; raise it or lower --page-size",
     )
-    _require(
+    require(
         pool is None or pool >= 2 * page,
         f"--max-total-tokens {pool}: one page of {page} serves no request; give at least {2 * page} or lower"
         " --page-size",
     )
-    _require(
+    require(
         prefill is None or prefill >= page,
         f"--max-prefill-tokens {prefill}: not even one page of {page}; raise it or lower --page-size",
     )
     if chunk is None or chunk == _CHUNKING_OFF:
         return
-    _require(chunk >= 1, f"--chunked-prefill-size {chunk}: give a number of tokens, or -1 to turn chunking off")
-    _require(
+    require(chunk >= 1, f"--chunked-prefill-size {chunk}: give a number of tokens, or -1 to turn chunking off")
+    require(
         chunk % page == 0,
         f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page}; use {max(chunk // page, 1) * page}",
     )
-    _require(
+    require(
         prefill is None or prefill >= chunk,
         f"--max-prefill-tokens {prefill}: smaller than --chunked-prefill-size {chunk}; raise the one or lower the"
         " other",
@@ -292,18 +287,18 @@ def _check_memory(args: ServerArgs) -> None:
 
 def _check_graphs(args: ServerArgs) -> None:
     sizes, largest = args.cuda_graph_bs, args.cuda_graph_max_bs
-    _require(
+    require(
         not (args.debug_cuda_graph and args.disable_cuda_graph),
         "--debug-cuda-graph compares graphs with steps that run without, and --disable-cuda-graph leaves none: drop one"
         " of them",
     )
-    _require(args.cuda_coredump_dir != "", "--cuda-coredump-dir is empty: name a folder or leave the flag out")
+    require(args.cuda_coredump_dir != "", "--cuda-coredump-dir is empty: name a folder or leave the flag out")
     _check_sizes("--piecewise-cuda-graph-tokens", args.piecewise_cuda_graph_tokens, "step", "token")
     _check_sizes("--cuda-graph-bs", sizes, "batch", "request")
     if sizes is None:
         return
     shown = " ".join(map(str, sizes))
-    _require(
+    require(
         largest is None or max(sizes) <= largest,
         f"--cuda-graph-bs {shown}: goes beyond --cuda-graph-max-bs {largest}; one of the two is enough",
     )
@@ -313,12 +308,12 @@ def _check_sizes(flag: str, sizes: tuple[int, ...] | None, what: str, unit: str)
     if sizes is None:
         return
     shown = " ".join(map(str, sizes))
-    _require(sizes != (), f"{flag} is empty: give {what} sizes, or --disable-cuda-graph for no graphs")
-    _require(min(sizes) >= 1, f"{flag} {shown}: a {what} has at least 1 {unit}; drop what is smaller")
+    require(sizes != (), f"{flag} is empty: give {what} sizes, or --disable-cuda-graph for no graphs")
+    require(min(sizes) >= 1, f"{flag} {shown}: a {what} has at least 1 {unit}; drop what is smaller")
 
 
 def _check_conflicts(args: ServerArgs) -> None:
-    _require(
+    require(
         not (args.disable_radix_cache and args.schedule_policy in ("lpm", "dfs-weight")),
         f"--schedule-policy {args.schedule_policy} sorts by cached prefix and --disable-radix-cache keeps none: use "
         "--schedule-policy fcfs",
@@ -327,14 +322,14 @@ def _check_conflicts(args: ServerArgs) -> None:
         max_whitespace(args.constrained_json_whitespace_pattern)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _require(
+    require(
         args.grammar_backend == "none" or args.skip_tokenizer_init or find_spec("xgrammar") is not None,
         f"--grammar-backend xgrammar: the package is not installed; {GRAMMAR_REMEDY}",
     )
     if args.skip_tokenizer_init:
         for name in ("tokenizer_path", "chat_template", "reasoning_parser", "tool_call_parser"):
             option = "--" + name.replace("_", "-")
-            _require(
+            require(
                 getattr(args, name) is None,
                 f"{option} needs the tokenizer that --skip-tokenizer-init leaves out: drop one of them",
             )

@@ -269,8 +269,7 @@ def _aux_layers(hf: Mapping[str, object], target: ModelConfig, directory: str) -
 
 def _check_vocabulary(draft: ModelConfig, target: ModelConfig, directory: str) -> None:
     """Check that ids mean the same tokens in both vocabularies, because a draft proposes ids. Tokens that were added by
-    name (chat markers, reserved tokens) may differ: models of one family rename them, and all proposals are
-    verified."""
+    name (chat markers, reserved tokens) may differ: models of one family rename them, and proposals are verified."""
     remedy = f"use a draft with the vocabulary of {target.model_path}"
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(

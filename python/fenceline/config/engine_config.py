@@ -743,8 +743,7 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
 
 
 def default_buckets(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512, and of 64 beyond; ``largest`` is the
-    last."""
+    """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512, of 64 beyond; ``largest`` ends it."""
     return (*(size for size in (1, 2, 4) if size < largest), *_spread(8, _BUCKET_STEPS, _STEP_BEYOND, largest))
 
 

@@ -316,8 +316,7 @@ def from_mapping(cls: type[Any], values: Mapping[str, object]) -> dict[str, Any]
 def _own_words(argv: Sequence[str], cls: type[Any], complaints: _Complaints) -> tuple[list[str], list[str]]:
     """The words of ``argv`` for flags of ``cls``, each flag spelled in full, and words that belong to none. Flags of
     other servers and unknown ones go to ``complaints`` with their words. As with argparse, a beginning that only one
-    flag has stands for that flag; flags of other servers count, because their users mean those. Underscores are
-    dashes."""
+    flag has stands for that flag; flags of other servers count, as their users mean those. Underscores are dashes."""
     known = _spellings(cls)
     own: list[str] = []
     stray: list[str] = []

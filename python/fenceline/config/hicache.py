@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, require
 from fenceline.config.flags import flags_of
 from fenceline.config.private_files import make_private_folder, why_unusable
 from fenceline.config.server_args import ServerArgs
@@ -68,14 +68,14 @@ def check_hicache(args: ServerArgs) -> None:
     _check_key_source(args.hicache_storage_key)
     _check_switches(args)
     _check_sizes(args)
-    _require(args.hicache_storage_dir != "", "--hicache-storage-dir is empty: name a directory or leave the flag out")
+    require(args.hicache_storage_dir != "", "--hicache-storage-dir is empty: name a directory or leave the flag out")
     timeout = args.hicache_storage_prefetch_timeout
-    _require(
+    require(
         timeout is None or args.hicache_storage_prefetch_policy == "timeout",
         "--hicache-storage-prefetch-timeout is for --hicache-storage-prefetch-policy timeout: add it or leave the"
         " timeout out",
     )
-    _require(
+    require(
         timeout is None or timeout > 0,
         f"--hicache-storage-prefetch-timeout {timeout}: give a number of seconds > 0, or use"
         " --hicache-storage-prefetch-policy best_effort",
@@ -83,7 +83,7 @@ def check_hicache(args: ServerArgs) -> None:
 
 
 def _check_key_source(source: str | None) -> None:
-    _require(
+    require(
         source is None or re.fullmatch(r"(file|env):.+", source, re.DOTALL) is not None,
         "--hicache-storage-key: give file:PATH or env:NAME, where the key is read from; a key on the command line would"
         " show in the list of processes",
@@ -95,7 +95,7 @@ def storage_key(source: str) -> bytes:
     ConfigError, one line, if there is no secret, if it is too short, or if other users can read the file."""
     kind, _, name = source.partition(":")
     secret = (_secret_in_file(name) if kind == "file" else os.environb.get(os.fsencode(name), b"")).strip()
-    _require(
+    require(
         len(secret) >= _MIN_SECRET_BYTES,
         f"--hicache-storage-key {source}: {len(secret)} bytes there; a key has at least {_MIN_SECRET_BYTES}, for"
         " example from: openssl rand -hex 32",
@@ -111,9 +111,9 @@ def _secret_in_file(name: str) -> bytes:
         try:
             status = os.fstat(fd)
             what = "is no regular file; name one"
-            _require(stat.S_ISREG(status.st_mode), f"--hicache-storage-key file:{name}: {what}")
+            require(stat.S_ISREG(status.st_mode), f"--hicache-storage-key file:{name}: {what}")
             what = f"every user can read it; run chmod 600 {shlex.quote(str(path))}"
-            _require(not status.st_mode & 0o006, f"--hicache-storage-key file:{name}: {what}")
+            require(not status.st_mode & 0o006, f"--hicache-storage-key file:{name}: {what}")
             return os.read(fd, _MAX_SECRET_BYTES)
         finally:
             os.close(fd)
@@ -130,7 +130,7 @@ def _secret_in_file(name: str) -> bytes:
 
 
 def _check_switches(args: ServerArgs) -> None:
-    _require(
+    require(
         not (args.enable_hierarchical_cache and args.disable_radix_cache),
         "--enable-hierarchical-cache keeps more prefixes and --disable-radix-cache keeps none: drop one of them",
     )
@@ -139,11 +139,11 @@ def _check_switches(args: ServerArgs) -> None:
         if value == flag.default:
             continue
         of_hicache = flag.name.startswith("hicache_") or flag.name == "retract_policy"
-        _require(
+        require(
             args.enable_hierarchical_cache or not of_hicache,
             f"{flag.option} {value}: needs --enable-hierarchical-cache; add it or leave this out",
         )
-        _require(
+        require(
             args.hicache_storage_backend != "none" or not flag.name.startswith("hicache_storage_"),
             f"{flag.option} {value}: needs --hicache-storage-backend file; add it or leave this out",
         )
@@ -151,21 +151,16 @@ def _check_switches(args: ServerArgs) -> None:
 
 def _check_sizes(args: ServerArgs) -> None:
     ratio, size, storage = args.hicache_ratio, args.hicache_size, args.hicache_storage_size
-    _require(
+    require(
         0 < ratio <= _MOST_RATIO,
         f"--hicache-ratio {ratio:g}: must be above 0 and at most {_MOST_RATIO:g}; 2.0 is usual, and --hicache-size"
         " gives the size in GB",
     )
-    _require(size >= 0, f"--hicache-size {size:g}: give a number of GB, or 0 to go by --hicache-ratio")
-    _require(
+    require(size >= 0, f"--hicache-size {size:g}: give a number of GB, or 0 to go by --hicache-ratio")
+    require(
         storage is None or storage > 0,
         f"--hicache-storage-size {storage}: must be above 0; leave --hicache-storage-backend out for no storage",
     )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 def hicache_config(
@@ -196,7 +191,7 @@ def _host_bytes(size_gb: float) -> int | None:
     if size_gb == 0:
         return None
     machine = machine_bytes()
-    _require(
+    require(
         size_gb * GB <= machine,
         f"--hicache-size {size_gb:g}: this machine has {machine / GB:.1f} GB of memory in all; give less",
     )
@@ -211,7 +206,7 @@ def _io_backend(
     if device != "cuda":
         return "kernel" if wanted == "kernel" else "direct"
     if wanted == "kernel":
-        _require(
+        require(
             has_kernels(),
             "--hicache-io-backend kernel: the package fenceline_kernel is not installed; install sgl-kernel/ or use"
             " --hicache-io-backend direct",
@@ -258,7 +253,7 @@ def _storage_bytes(size_gb: float | None, directory: Path) -> int:
     disk = shutil.disk_usage(directory).total
     if size_gb is None:
         return min(_DEFAULT_STORAGE_BYTES, disk // 2)
-    _require(
+    require(
         size_gb * GB <= disk,
         f"--hicache-storage-size {size_gb:g}: the file system of {directory} has {disk / GB:.1f} GB in all; give less,"
         " or name another --hicache-storage-dir",

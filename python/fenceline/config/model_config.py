@@ -582,8 +582,7 @@ def _check_divisors(scaling: RopeScaling | None, rotated: int) -> None:
 
 def scaled_context_length(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
     """The context length with scaled positions. Linear and yarn configs that were written by hand often have the length
-    before scaling in ``max_position_embeddings``; llama3 and longrope configs have the final length, and dynamic ones
-    never do."""
+    before scaling in ``max_position_embeddings``; llama3 and longrope have the final length, dynamic ones never."""
     if scaling is None or scaling.rope_type in ("llama3", "longrope"):
         return max_position_embeddings
     if scaling.rope_type == "linear":

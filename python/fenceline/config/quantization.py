@@ -71,8 +71,7 @@ class QuantConfig:
     def of(self, module: str) -> QuantConfig | None:
         """The format of the linear layer ``module`` (such as ``model.layers.0.mlp.up_proj``); None: it is not
         quantised. The entries of the lists are names or parts of names that consist of whole components, in which ``*``
-        stands for anything, or regular expressions after ``re:``, which must match from the beginning of the name
-        on."""
+        stands for anything, or regular expressions after ``re:``, which must match from the name's beginning."""
         for config in self.formats:
             if not _lists(config.plain, module) and (not config.only or _lists(config.only, module)):
                 return config

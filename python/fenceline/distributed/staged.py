@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from fenceline.distributed import SHARED_GPU_VARIABLE
 from fenceline.distributed.gloo import GlooBackend
-from fenceline.distributed.shared_gpu import VARIABLE
 from fenceline.memory_order import CollectiveBackend, CommunicatorError
 
 
@@ -25,7 +25,7 @@ class StagedBackend(CollectiveBackend):
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CommunicatorError(
                 f"a collective of {x.nbytes} bytes is too large for our own kernels, which alone can be captured with"
-                f" {VARIABLE}: lower --piecewise-cuda-graph-max-tokens, or unset {VARIABLE}"
+                f" {SHARED_GPU_VARIABLE}: lower --piecewise-cuda-graph-max-tokens, or unset {SHARED_GPU_VARIABLE}"
             )
         parts = torch.empty(out.shape, dtype=out.dtype)
         self._gloo.all_gather(x.cpu(), parts)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -22,29 +23,24 @@ MAX_LOGGED_CHARS = 2048
 _MAX_PAST_IDS = 65536  # no message about a request arrives after so many later ones have ended
 
 
+@dataclass(slots=True, eq=False)
 class RequestEntry:
     """One request in flight. Times are ``time.perf_counter()`` seconds, 0 where not yet known."""
 
-    __slots__ = (
-        "cached_tokens", "completion_tokens", "created", "displaced", "family", "first_token", "last_token",
-        "num_prompt_tokens", "queue_time_s", "rank", "rid", "started", "stream", "wire_rid",
-    )  # fmt: skip
-
-    def __init__(self, message: TokenizedGenerateReq, stream: RequestStream, family: str, rank: int = 0) -> None:
-        self.rid = stream.rid
-        self.family = family
-        self.wire_rid = message.rid
-        self.stream = stream
-        self.num_prompt_tokens = len(message.input_ids)
-        self.rank = rank  # see PriorityConfig.rank
-        self.displaced = False  # aborted to make room in the queue
-        self.created = time.perf_counter()
-        self.started = False
-        self.first_token = 0.0
-        self.last_token = 0.0
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.queue_time_s: float | None = None
+    rid: str
+    family: str
+    wire_rid: str
+    stream: RequestStream
+    num_prompt_tokens: int
+    rank: int  # see PriorityConfig.rank
+    displaced: bool = False  # aborted to make room in the queue
+    created: float = field(default_factory=time.perf_counter)
+    started: bool = False
+    first_token: float = 0.0
+    last_token: float = 0.0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_time_s: float | None = None
 
     @property
     def num_held_tokens(self) -> int:
@@ -168,7 +164,8 @@ class RequestTable:
         """Start keeping track of a request that :meth:`admit` allowed."""
         assert stream.rid not in self._active
         assert message.rid not in self._by_wire
-        entry = RequestEntry(message, stream, family, self._rank(message.priority))
+        rank, num_tokens = self._rank(message.priority), len(message.input_ids)
+        entry = RequestEntry(stream.rid, family, message.rid, stream, num_tokens, rank)
         self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
         if family and family != entry.rid:
             self._families[family] += 1

@@ -154,8 +154,7 @@ def make_layer_context(
 ) -> LayerContext:
     """The context for ``device``. An NVIDIA GPU gets our own kernels, which are compiled on first use (this takes
     seconds, once), a device with layers of its own gets these. Other devices get torch's operators. ``fixed_order``: a
-    row's result may not depend on the rows computed beside it. Raises ``ValueError`` with the remedy for a GPU without
-    Triton."""
+    row's result may not depend on the rows computed beside it. Raises ``ValueError`` for a GPU without Triton."""
     if device.type in _registered:
         return _registered[device.type](shard, dtype)
     if device.type != "cuda":

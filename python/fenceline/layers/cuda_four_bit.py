@@ -86,8 +86,7 @@ def product_by_parts(
     zeros: torch.Tensor | None,
 ) -> torch.Tensor:
     """The grouped product of four-bit numbers, computed by ``plain_product``, which takes plain matrices. A few experts
-    at a time are dequantised, whether tokens go to them or not. Rows of padded tokens are zero. A graph may capture
-    it."""
+    at a time are dequantised, whether tokens go to them or not. Rows of padded tokens are zero. It may be captured."""
     num_experts, width, _ = weight.shape
     each = max(1, _PART_BYTES // (4 * width * x.shape[1]))
     out = x.new_zeros(len(routing.order), width // 2 if gated else width)

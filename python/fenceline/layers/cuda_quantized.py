@@ -190,10 +190,13 @@ class QuantizedProducts:
             assert isinstance(stored, Fp8Format)
             numbers, scales = quantize_rows(x, stored.group, stored.input_scale)
             return scaled(numbers, scales, stored.data, stored.scales, x.dtype)
+        return F.linear(x, self._plain(stored, x.dtype))
+
+    def _plain(self, stored: QuantizedFormat, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in ``dtype``."""
         if stored.kind == "fp8" and not self._converts_fp8:
-            return F.linear(x, stored.dequantized(x.dtype))
-        plain = dequantize(stored.data, stored.scales, stored.zeros, stored.group, stored.shape[1], x.dtype)
-        return F.linear(x, plain)
+            return stored.dequantized(dtype)
+        return dequantize(stored.data, stored.scales, stored.zeros, stored.group, stored.shape[1], dtype)
 
 
 class FixedQuantizedProducts(QuantizedProducts):
@@ -223,11 +226,7 @@ class FixedQuantizedProducts(QuantizedProducts):
             return int4_linear(
                 x, stored.data, stored.scales, stored.zeros, stored.group, config, self._workspace, fusion, out
             )
-        if stored.kind == "fp8" and not self._converts_fp8:
-            plain = stored.dequantized(x.dtype)
-        else:
-            plain = dequantize(stored.data, stored.scales, stored.zeros, stored.group, stored.shape[1], x.dtype)
-        return fixed_linear(x, plain, self._workspace, fusion, out, self._pdl)
+        return fixed_linear(x, self._plain(stored, x.dtype), self._workspace, fusion, out, self._pdl)
 
 
 class CudaQuantizedWeight(QuantizedWeight):

@@ -172,8 +172,7 @@ class TokenMixer(Branch):
         """x += the output of ``attended`` [T, num_heads * head_dim], in place; returns x."""
 
     def arena_fields(self) -> Sequence[ArenaField]:
-        """The arena fields of the buffers. Attention does not write rows of padded tokens, so these are zeroed before
-        each step."""
+        """The arena fields of the buffers. Attention does not write padded rows, so they are zeroed in each step."""
         return (
             ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=self._widths[1:]),
             ArenaField(self._projected_buffer, self._dtype, Role.OUTPUT, pad=0, shape=self._widths[:1]),
@@ -286,16 +285,14 @@ class SelfAttention(TokenMixer):
 
 
 def with_order(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
-    """``slot``, into which a checkpoint's tensor [heads * head_dim, ...] goes with the features of each head in
-    ``order``."""
+    """``slot``, into which a tensor [heads * head_dim, ...] goes with the features of each head in ``order``."""
     return replace(slot, convert=partial(_reordered, order, slot.convert))
 
 
 def _reordered(
     order: Sequence[int], convert: Callable[[torch.Tensor], torch.Tensor] | None, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """``tensor`` [heads * head_dim, ...], after ``convert`` if there is one, with the features of each head in
-    ``order``."""
+    """``tensor`` [heads * head_dim, ...], after ``convert``, with the features of each head in ``order``."""
     tensor = tensor if convert is None else convert(tensor)
     heads = tensor.unflatten(0, (-1, len(order)))
     return heads.index_select(1, torch.tensor(order, device=tensor.device)).flatten(0, 1)

@@ -84,8 +84,7 @@ class SharedExpert:
             self.gate = ReplicatedLinear(names.shared_gate, hidden_size, 1, False, plain)
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """y [T, hidden_size] += this rank's part of the expert's result for x [T, hidden_size], in place; returns
-        y."""
+        """y [T, hidden_size] += this rank's part of the expert's result for x, in place; returns y."""
         gated = self.gate_up_proj.forward_gated(x, None, self.activation)
         if self.gate is not None:
             gated = gated * self.kernels.sigmoid(self.gate.forward(x))

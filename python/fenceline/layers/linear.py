@@ -150,8 +150,7 @@ class RowParallelLinear:
         return residual.add_(self.forward(x))
 
     def add_normed(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor | None:
-        """Like ``add_to``, but returns norm(residual) if the all-reduce can compute it in the same operation, otherwise
-        None."""
+        """Like ``add_to``, but returns norm(residual) if the all-reduce can compute it too, otherwise None."""
         y = self.weight.product(x, self.bias if self.shard.rank == 0 else None)
         normed = self.shard.all_reduce_add_norm(y, residual, norm)
         if normed is None:

@@ -19,8 +19,7 @@ _MAX_STEP_ROWS = 64  # most tokens of a request in one speculative step
 
 class RotaryEmbedding:
     """A table of cosines and sines, float32, on the default device. It has the positions below ``max_positions`` and a
-    few more, because a speculative step near the end computes tokens past the last position; their results are not
-    used."""
+    few more, because a speculative step near the end computes tokens past the last position."""
 
     def __init__(
         self,

@@ -149,8 +149,7 @@ class OrderChecker(NoChecker):
 
     def read_pages(self, op: Operation, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
         """Compare and note that ``op``, which runs on the pages' reader, reads the first ``lengths`` [N] tokens of the
-        distinct ``rows`` [N]. Raises :class:`OrderError`. :meth:`PagedMemory.note_rows` says what the arrays must be
-        like."""
+        distinct ``rows`` [N]. Raises :class:`OrderError`. See :meth:`PagedMemory.note_rows` for the arrays."""
         if _beyond(memory.last_writes, op):
             self._compare(op, memory, False, memory.pages_of(rows, lengths))
         memory.note_rows(op.tick, rows, lengths, False)

@@ -247,8 +247,7 @@ def pinned_buffer(
     nbytes: int, register: Callable[[int, int], None], unregister: Callable[[int], object]
 ) -> torch.Tensor:
     """Zeroed host memory [nbytes] uint8 that ``register(address, nbytes)`` has pinned. ``unregister(address)`` is
-    called when nothing uses it any more. Raises ``OSError`` if there is not enough memory, or what ``register``
-    raises."""
+    called when nothing uses it any more. Raises ``OSError`` if memory is short, or what ``register`` raises."""
     mapping = _Pinned(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux has both, but a kernel may refuse
         try:

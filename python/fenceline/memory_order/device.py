@@ -142,8 +142,7 @@ class Device(ABC):
     ) -> None:
         """Declare what an operation reads and writes. The scheduler thread is about to submit it to ``stream``, or to
         do it itself (HOST); ``accesses(op, *args)`` names the accesses. Call it after the operation's waits. Only
-        accesses to memory that outlives operations are declared. The virtual GPU takes from here only what it cannot
-        see."""
+        accesses to memory that outlives operations are declared. The virtual GPU takes from it what it cannot see."""
         for reader in self._readers:
             reader(stream, label, accesses, *args, **kwargs)
 
@@ -166,8 +165,7 @@ class Device(ABC):
     @abstractmethod
     def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
         """Capture what ``body`` submits to FORWARD, which is current inside. The caller has run ``body`` once before,
-        so that nothing is set up or compiled during the capture. ``body`` must not make the host wait for the
-        device."""
+        so that nothing is set up or compiled during the capture. ``body`` must not wait for the device."""
 
     def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:
         """Start a thread of the host, which ends when ``run`` returns. It submits nothing and records no Points. It
@@ -220,8 +218,7 @@ class Device(ABC):
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         """Declare that the calling thread, one of :meth:`start_worker`, now reads or writes ``buffer``, which is from
         :meth:`host_buffer`. (The scheduler's thread uses :meth:`declare`.) Has an effect only on a device with
-        ``watches_host``, so a caller that would have to make a view for ``buffer`` need not call it on other
-        devices."""
+        ``watches_host``, so a caller that would have to make a view for ``buffer`` need not call it on others."""
         return
 
     def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:

@@ -79,8 +79,7 @@ class Slot:
         self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], nbytes: int, what: str
     ) -> dict[str, torch.Tensor]:
         """Copy arrays with the shapes and dtypes of ``arrays``, which are in the first ``nbytes`` of the pinned buffer,
-        to the device. Returns FORWARD's own copies of them, which work that is submitted to FORWARD from now on may
-        use."""
+        to the device. Returns FORWARD's own copies of them, which what is submitted to FORWARD from now on may use."""
         self.begin_upload(on, f"upload of {what}")
         on.schedule.copy(self.device[:nbytes], self.host[:nbytes])
         self.end_upload(on)
@@ -131,8 +130,7 @@ class _Ring:
 class InputRing(_Ring):
     """Host arrays to FORWARD's tensors, through SCHEDULE. One slot is enough, and the host does not wait for it: when a
     step is launched the last but one has been published, so FORWARD has reached the last step, which copies its inputs
-    first of all, and the slot is free. With a second slot the loop's own order of publishing would hide a missing
-    edge."""
+    first of all, and the slot is free. With a second slot the loop's order would hide a missing edge."""
 
     name = "input_ring"
 

@@ -97,8 +97,7 @@ class StepPlans:
 
 class Plan(Protocol):
     """Plans attention of ``num_queries`` rows of each request of a step, whose lengths [B] are ``seq_lens``.
-    ``num_nodes`` and ``ancestors``, which names a field of the arena: see ``QueryTree``; for chains they are left
-    out."""
+    ``num_nodes`` and ``ancestors``, which names a field of the arena: see ``QueryTree``; chains have none."""
 
     def __call__(
         self, num_queries: int, seq_lens: Tensor, num_nodes: int | None = None, ancestors: str | None = None

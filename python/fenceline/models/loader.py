@@ -73,8 +73,7 @@ def load_draft_model(
     target: CausalLM,
 ) -> DraftModel:
     """The draft of ``config`` for ``target``, on the target's device; otherwise like ``load_model``. In the KV pool its
-    layers follow the target's. Also raises ``ValueError`` for a checkpoint without the tensors that the algorithm
-    needs."""
+    layers follow the target's. Also raises ``ValueError`` for a checkpoint without tensors that the algorithm needs."""
     config = dataclasses.replace(config, model=_as_stored(config.model, load_format))
     directory = config.model.model_path
     files = _files(directory, load_format, CONVERT_DRAFT)

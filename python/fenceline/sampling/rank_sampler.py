@@ -88,8 +88,7 @@ class RankSampler(Sampler):
         rows_each: int,
         ahead: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best score [B, 1] float32 of this rank's columns and its token [B, 1] int32, with ``Sampler``'s own
-        operations."""
+        """The best score [B, 1] float32 of this rank's columns and its token [B, 1] int32, with ``Sampler``'s means."""
         if seed_keys is None:
             best = logits.float().max(dim=-1, keepdim=True)
             scores, columns = best.values, best.indices

@@ -36,8 +36,7 @@ _SECTION_SIZE_AT = 32  # the offset of sh_size in a section header
 
 def core_dump_environment(directory: str) -> dict[str, str]:
     """The environment variables that must be set before a process initialises CUDA. In the file's name the driver
-    replaces ``%h`` by the host's name, ``%p`` by the process id and ``%t`` by the time in seconds; it knows no other
-    patterns."""
+    replaces ``%h`` by the host's name, ``%p`` by the process id and ``%t`` by the time in seconds, no others."""
     return {
         "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
         "CUDA_COREDUMP_FILE": str(Path(directory) / f"cuda-%h-%p-%t{_SUFFIX}"),

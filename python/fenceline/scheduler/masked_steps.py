@@ -45,8 +45,7 @@ class MaskedSteps:
 
     def stuck(self) -> list[tuple[Req, str]]:
         """Fill the pending masks, now that the previous step has been published, so that the grammars know which tokens
-        may follow. Returns the requests that have to end and why: their grammar allows no token or has become too
-        slow."""
+        may follow. Returns the requests that have to end and why: their grammar allows no token or is too slow."""
         pending = self.pending
         if pending is None or pending.sampled is not None or self.fill_masks(pending):
             return []

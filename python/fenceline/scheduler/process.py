@@ -18,7 +18,7 @@ import torch
 from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
-from fenceline.distributed.shared_gpu import ranks_share_gpu
+from fenceline.distributed import ranks_share_gpu
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (

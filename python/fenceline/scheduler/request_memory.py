@@ -189,8 +189,7 @@ class RequestMemory:
 
     def match(self, req: Req) -> Prefix:
         """The cached prefix that ``req`` can use. At least one token is left to compute. The result is kept in
-        ``req.queued_match`` and used again as long as no nodes have been added to the tree and the pages have not
-        moved."""
+        ``req.queued_match`` and used again as long as no nodes have been added and the pages have not moved."""
         tree, queued = self.tree, req.queued_match
         if queued is not None and queued.num_created == tree.num_created:
             if self._same_version(queued.num_moves, tree.num_moves) or tree.is_current(queued.prefix.match):
@@ -344,8 +343,7 @@ class RequestMemory:
     def forget(self, waiting: Iterable[Req]) -> int:
         """Drop all KV that was computed with the weights until now, because the weights change: the tree, and what the
         ``waiting`` requests have on the host or are fetching from storage. No request may hold pages. Returns the
-        number of device pages that have become free. Storage keeps its pages, but under keys that are not looked up any
-        more."""
+        number of device pages that have become free. Storage keeps its pages, under keys that nobody looks up."""
         for req in waiting:
             self._end_prefetch(req)
             req.queued_match = None

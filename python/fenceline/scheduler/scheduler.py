@@ -149,8 +149,7 @@ class Scheduler:
     @property
     def speculates_under_masks(self) -> bool:
         """Whether the engine speculates while some request has a grammar. The previous step is then published before
-        the next launch: the second phase of a speculative step touches KV, so nothing may be retired between the two
-        phases."""
+        the next launch: the second phase of a speculative step touches KV, so nothing may be retired between them."""
         return not self.running.is_exact and self.population.num_constrained > 0
 
     @property

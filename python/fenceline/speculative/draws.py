@@ -32,8 +32,7 @@ def draw_draft(
     """Draw tokens of the target's vocabulary at ``positions`` + ``ahead`` from ``logits`` [B, this rank's columns of
     ``head``], as ``sample_tokens`` does. ``target_ids`` are the target's ids of the draft's tokens, None if the
     vocabularies are the same; tokens that are not in the draft's vocabulary are never drawn. The result is in pieces,
-    from which ``keep_draft`` or :func:`drawn_tokens` gets the tokens; with several ranks, each rank's columns are a
-    piece."""
+    from which ``keep_draft`` or :func:`drawn_tokens` gets the tokens; each rank's columns are a piece."""
     if head.shard.size == 1:
         return Pieces(
             *draw_pieces(logits, temperatures, noise_scales, seed_keys, positions, ahead, target_ids, vocab_size)

@@ -192,8 +192,7 @@ def _proposal_accesses(
 def keep_proposal(pieces: Pieces, rows: Tensor, counts: Tensor, kept: Tensor, ids: Tensor | None, ahead: int) -> None:
     """Store the tokens that one layer of a draft with a layer for each step proposes for the next step. They are
     written to ``kept`` [R] at ``rows`` [B], -1 if a logit was NaN or the largest infinite. If ``ids`` [B, W], the input
-    of the next layer, is given, they are also written there, at column ``counts`` [B] + ``ahead``, with 0 in place of
-    -1."""
+    of the next layer, is given, they are also written there, at column ``counts`` [B] + ``ahead``, with 0 for -1."""
     operands = (*pieces, rows, counts, kept, ids, ahead)
     if rows.is_cuda:
         from fenceline.layers.kernels.triton.speculative_step import launch_proposal

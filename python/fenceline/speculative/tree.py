@@ -67,9 +67,8 @@ class Candidates:
         return (self.frontier - (self.token_ids.shape[1] - topk * topk)) // topk
 
     def frontier_ancestors(self, before: torch.Tensor) -> torch.Tensor:
-        """[B, K] int64: to which of the rows that the draft has computed so far each row of the frontier attends: bit
-        K * s + r for row r of step s, itself included. ``before``: those of the frontier before, 0 in the first
-        step."""
+        """[B, K] int64: to which of the rows that the draft has computed so far each row of the frontier attends: bit K
+        * s + r for row r of step s, itself included. ``before``: the frontier's before, 0 in the first step."""
         topk = self.frontier.shape[1]
         own = torch.arange(topk, device=before.device) + (self.num_steps - 1) * topk
         return before.gather(1, self.frontier_rows) | torch.ones_like(own) << own

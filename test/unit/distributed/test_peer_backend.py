@@ -14,11 +14,10 @@ from fenceline_kernel import KernelUnavailable
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import parse_args
-from fenceline.distributed import peer
+from fenceline.distributed import SHARED_GPU_VARIABLE, peer
 from fenceline.distributed.peer import MAX_BYTES, PeerBackend, one_shot_bytes
-from fenceline.distributed.shared_gpu import VARIABLE
 from fenceline.distributed.staged import StagedBackend
-from fenceline.entrypoints import replicas
+from fenceline.entrypoints import launch
 from fenceline.memory_order import CollectiveBackend, CommunicatorError, PeerLostError
 from fenceline.scheduler.process import _device_of
 
@@ -366,23 +365,23 @@ def test_ranks_that_share_a_gpu_exchange_by_way_of_the_host(monkeypatch: pytest.
 def test_each_rank_has_a_gpu_of_its_own_unless_shared(
     monkeypatch: pytest.MonkeyPatch, value: str | None, device: int
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SHARED_GPU_VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(VARIABLE, value)
+        monkeypatch.setenv(SHARED_GPU_VARIABLE, value)
     config = SimpleNamespace(local_ranks=range(2, 4), num_sharing=2, replica=0)  # of the second of two hosts
     assert _device_of(3, config) == device  # type: ignore[arg-type]
 
 
 def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SHARED_GPU_VARIABLE, raising=False)
     started: list[tuple[int, int | None]] = []
 
     def start(config: EngineConfig, *entries: object) -> SimpleNamespace:
         started.extend((config.replica, _device_of(rank, config)) for rank in config.local_ranks)
         return SimpleNamespace(link=None)
 
-    monkeypatch.setattr(replicas, "launch_processes", start)
-    monkeypatch.setattr(replicas, "ReplicaLink", lambda links, config: None)
+    monkeypatch.setattr(launch, "launch_processes", start)
+    monkeypatch.setattr(launch, "ReplicaLink", lambda links, config: None)
     flags = ("--model-path", "demo", "--device", "cpu")
     for more, wanted in {
         "": [(0, None)],
@@ -390,5 +389,5 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         "--dp-size 2 --tp-size 2": [(0, 0), (0, 1), (1, 2), (1, 3)],
     }.items():
         started.clear()
-        replicas.launch(resolve(parse_args([*flags, *more.split()])))
+        launch.launch(resolve(parse_args([*flags, *more.split()])))
         assert started == wanted

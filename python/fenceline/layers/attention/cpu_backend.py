@@ -318,8 +318,7 @@ def _masked(kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor) -> tup
 def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
     """Cut requests with ``lens`` (descending) into ranges ``[first, last)``, each of which is padded to its longest. In
     a range each request is padded by at most a quarter of the longest or by ``_SLACK_TOKENS``, so that a few long
-    requests do not make the others expensive. A range gathers at most ``max_tokens`` tokens unless it is one
-    request."""
+    requests do not make the others expensive. A range has at most ``max_tokens`` tokens, or one request."""
     groups = []
     first = 0
     ascending = -lens

@@ -273,8 +273,7 @@ class StorageDirectory:
     # --- folders and what is not ours ----------------------------------------------------------------
 
     def _has_folders(self, path: str) -> bool:
-        """Whether the folders that lead to a file exist and are ours. An entry that has the name of one but is not ours
-        is removed."""
+        """Whether the folders that lead to a file exist and are ours. An entry of such a name that is not ours goes."""
         return all(self._has_folder(folder) for folder in _folders(path))
 
     def _has_folder(self, folder: str) -> bool:

@@ -162,8 +162,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The next ``num_pages`` are in host memory. ``short``: the page after them could not be read. ``last``: the fetch
-    has ended."""
+    """The next ``num_pages`` are in host memory. ``short``: the next could not be read. ``last``: it has ended."""
 
     op: Prefetch
     num_pages: int

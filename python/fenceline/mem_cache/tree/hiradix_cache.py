@@ -229,8 +229,7 @@ class HiRadixCache(RadixCache):
     ) -> Int32Array:
         """Offer ``host_pages`` [n] with the KV of the *last* n pages of ``token_ids`` (whole pages, with lookahead).
         The tree takes those that it has on no tier, or none if it no longer has the prefix before them. Returns the
-        pages that it has not taken, int32, which remain the caller's. ``after``: their writers. The arrays are
-        copied."""
+        pages that it has not taken, int32, which remain the caller's. ``after``: their writers. Arrays are copied."""
         tokens, offered = as_tokens(token_ids), np.array(host_pages, dtype=np.int32)
         num_pages = self._num_pages(tokens)
         assert tokens.size == num_pages * self.page_size + self.lookahead, "the tree holds whole pages only"

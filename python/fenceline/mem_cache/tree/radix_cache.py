@@ -279,8 +279,7 @@ class RadixCache:
     def is_current(self, match: MatchResult) -> bool:
         """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5): match
         again before using it. True does not promise that it is still the longest. Constant time. One node's version
-        stands for the whole path: pages are evicted from the leaves up, so the deepest node of the path loses its pages
-        first."""
+        stands for the whole path: pages are evicted from the leaves up, so the deepest node loses its pages first."""
         return match.node.version == match.version
 
     def insert(
@@ -288,8 +287,7 @@ class RadixCache:
     ) -> InsertResult:
         """Offer ``pages`` [n] holding the KV of ``token_ids`` [n * page_size + lookahead]; the tree takes what it
         lacks. ``after``: the caller's own writes and reads of the taken pages so far; their next user waits for it. See
-        :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently used. The arrays
-        are copied."""
+        :class:`InsertResult` for who owns what afterwards. Makes the path the most recently used. Arrays are copied."""
         tokens = as_tokens(token_ids)
         offered = np.array(pages, dtype=np.int32)
         num_tokens = max(tokens.size - self.lookahead, 0)

@@ -119,8 +119,7 @@ def query_tiles(num_rows: int, fixed: bool = False) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True)
 class PagedRequests:
     """Where the tokens of B requests are. The tensors are read on the device when a launch runs. Token p of request b
-    is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past a request's pages are
-    never read."""
+    is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past its pages are not read."""
 
     page_table: torch.Tensor  # [num_rows, max_pages] int32, rows may be strided
     rows: torch.Tensor  # [B] int64

@@ -65,8 +65,7 @@ def gather_page_indices(
 ) -> None:
     """Gather the batch's page ids in FlashInfer's layout, one request after the other. On the current stream. Reads
     page_table [num_rows, columns] int32, rows and seq_lens [B] int64; every length is at least 1 and needs at most
-    ``max_pages`` pages. Writes indptr [B + 1], indices [at least the sum of pages] and last_page_lens [B], all
-    int32."""
+    ``max_pages`` pages. Writes indptr [B + 1], indices [the sum of pages] and last_page_lens [B], all int32."""
     _launch(page_table, rows, seq_lens, page_size, max_pages, indices, (indptr, last_page_lens), None)
 
 
