@@ -29,14 +29,11 @@ _EAGLE3_FAMILIES = ("LlamaForCausalLM",)  # for targets of any family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A draft model that fits its target.
-
-    ``model`` describes the draft's own layers. Its context length and dtype are the target's: positions are the
-    target's, whatever length the draft was trained at. For NEXTN it is the target's with as many layers as predict
-    further tokens. ``draft_vocab_size`` is the size of the draft's head; None: that of the vocabulary. ``token_map``:
-    the file of the tokens that the head has; None: the checkpoint says it.
-    ``aux_layers``: for EAGLE-3, the layers of the target whose inputs the draft reads (see ``AuxHiddenStates``).
-    """
+    """A draft model that fits its target. ``model`` describes the draft's own layers. Its context length and dtype are
+    the target's: positions are the target's, whatever length the draft was trained at. For NEXTN it is the target's
+    with as many layers as predict further tokens. ``draft_vocab_size`` is the size of the draft's head; None: that of
+    the vocabulary. ``token_map``: the file of the tokens that the head has; None: the checkpoint says it.
+    ``aux_layers``: for EAGLE-3, the layers of the target whose inputs the draft reads (see ``AuxHiddenStates``)."""
 
     algorithm: SpeculativeAlgorithm
     model: ModelConfig
@@ -81,12 +78,11 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How decode steps speculate.
-
-    ``draft`` proposes tokens in ``num_steps`` steps, ``topk`` tokens for each place. ``num_draft_tokens`` of them,
-    including the last token, are verified (None: all). ``simulated_accept_length``: with dummy weights, how many tokens
-    a step yields on average, whatever the draft proposes. ``draft_attention_backend`` is that of the draft's layers
-    (None: the target's). ``is_adaptive``: steps may propose fewer tokens, see :attr:`depths`."""
+    """How decode steps speculate. ``draft`` proposes tokens in ``num_steps`` steps, ``topk`` tokens for each place.
+    ``num_draft_tokens`` of them, including the last token, are verified (None: all). ``simulated_accept_length``: with
+    dummy weights, how many tokens a step yields on average, whatever the draft proposes. ``draft_attention_backend`` is
+    that of the draft's layers (None: the target's). ``is_adaptive``: steps may propose fewer tokens, see
+    :attr:`depths`."""
 
     draft: DraftConfig
     num_steps: int

@@ -453,8 +453,7 @@ def core_dump_dir(wanted: str | None) -> str | None:
 
 
 def choose_device(wanted: str, probe: Callable[[], bool]) -> str:
-    """``cpu`` or ``cuda`` for the value of ``--device``, or a registered kind. Raises ConfigError if there is no GPU to
-    use."""
+    """``cpu``, ``cuda`` or a registered kind for ``--device``. Raises ConfigError if there is no GPU to use."""
     if wanted == "cpu" or is_registered(wanted):
         return wanted
     available = probe()

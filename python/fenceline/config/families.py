@@ -60,13 +60,11 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with the names of config.json.
-
-    A token keeps one row of ``kv_lora_rank`` + ``qk_rope_head_dim`` features, which all heads share. A head's key has
-    ``qk_nope_head_dim`` features and its value ``v_head_dim``, both products of the first part of the row; the second
-    part, which is rotated, follows each key. Queries are products of a vector of ``q_lora_rank`` features; None: of the
-    hidden state.
-    """
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with the names of config.json. A token keeps one row
+    of ``kv_lora_rank`` + ``qk_rope_head_dim`` features, which all heads share. A head's key has ``qk_nope_head_dim``
+    features and its value ``v_head_dim``, both products of the first part of the row; the second part, which is
+    rotated, follows each key. Queries are products of a vector of ``q_lora_rank`` features; None: of the hidden
+    state."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -87,8 +85,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
-    """The factors of embeddings, of the branches of layers, of logits and of attention scores. ``attention`` None: the
-    square root of 1 / head_dim."""
+    """The factors of embeddings, branches, logits and attention scores. ``attention`` None: head_dim ** -0.5."""
 
     embedding: float = 1.0
     residual: float = 1.0

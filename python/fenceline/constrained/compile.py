@@ -170,8 +170,7 @@ def compile_grammar(
 
 
 def _read_back(data: bytes, vocabulary: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
-    """The grammar as the scheduler will have it. Raises ValueError if it is too large, and RuntimeError if the library
-    does not take it."""
+    """The grammar for the scheduler. Raises ValueError if it is too large, RuntimeError if the library refuses it."""
     import xgrammar
 
     if len(data) > MAX_COMPILED_BYTES:

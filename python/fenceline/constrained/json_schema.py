@@ -478,8 +478,7 @@ class _Walk:
         where: str,
         depth: int,
     ) -> dict[str, Any]:
-        """The schemas of the members that have a name, each with those of the patterns that it matches. ``names``:
-        what all of them must be."""
+        """The schemas of named members, each with those of patterns that it matches. ``names``: what all must be."""
         made: dict[str, Any] = {}
         if isinstance(names, str) and listed:
             raise _error(where, "propertyNames with a pattern is not enforced beside properties: leave it out")

@@ -126,12 +126,10 @@ class GrammarStore:
         self, fill: MaskFill, grammars: Sequence[RequestGrammar | None], least_more: Sequence[int] | None = None
     ) -> list[bool]:
         """Write to the masks of ``fill``, one bit for each token, which tokens may come next in each of M ``grammars``.
-        Returns for each whether any token may come at all.
-
-        ``grammars``: those of :meth:`begin_fill` or None, and others where none was given there. ``least_more`` [M]:
-        how many more tokens an answer must have before it may end; it may end earlier if no other token is allowed.
-        None: no more. None instead of a grammar, and a grammar that is too slow, allow all tokens.
-        """
+        Returns for each whether any token may come at all. ``grammars``: those of :meth:`begin_fill` or None, and
+        others where none was given there. ``least_more`` [M]: how many more tokens an answer must have before it may
+        end; it may end earlier if no other token is allowed. None: no more. None instead of a grammar, and a grammar
+        that is too slow, allow all tokens."""
         masks, begun = fill.masks, fill.grammars
         if grammars is not begun:
             left = [None if place in fill.places else grammar for place, grammar in enumerate(grammars)]

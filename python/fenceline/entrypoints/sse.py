@@ -139,8 +139,7 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
 
 async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
     """The result of ``write()``, which writes ``chunk``: in a thread if it has many logprobs, which take a microsecond
-    each or less. Chunks are written there one after the other, because every thread that runs Python makes the event
-    loop wait."""
+    each or less. Chunks are written there in turn, as each thread that runs Python makes the event loop wait."""
     if num_logprobs(chunk) <= _INLINE_LOGPROBS:
         return write()
     return await asyncio.get_running_loop().run_in_executor(_LOGPROB_THREAD, write)

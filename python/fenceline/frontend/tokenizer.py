@@ -111,8 +111,7 @@ class Tokenizer:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load from a local directory with a ``tokenizer.json``. A directory with only a sentencepiece model is converted
-    by transformers, which costs its import. Code in it is never run. Raises ValueError with the remedy if there is no
-    tokenizer."""
+    by transformers, which costs its import. Its code is never run. Raises ValueError with the remedy without one."""
     folder = Path(path)
     config = read_optional(folder / "tokenizer_config.json")
     specials = _special_tokens(config, folder)

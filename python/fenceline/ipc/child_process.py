@@ -84,8 +84,7 @@ def starting_children() -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    """``text``, which may hold what a client sent, with everything escaped that ends a line, steers a terminal or is no
-    character."""
+    """``text``, perhaps a client's, with everything escaped that ends a line, steers a terminal or is no character."""
     return _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

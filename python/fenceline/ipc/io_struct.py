@@ -269,13 +269,11 @@ class TokenPairs(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
-
-    ``logprobs[i]`` is None for the first position of a prompt that was asked for. ``top_logprobs`` holds each
-    position's pairs in descending order, none where none were asked for. ``token_ids_logprobs`` holds for each
-    position the pairs of the tokens in ``token_ids_logprob``, in that order, and none for a position without a
-    logprob; it is empty as a whole when the request named no tokens.
-    """
+    """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives. ``logprobs[i]`` is
+    None for the first position of a prompt that was asked for. ``top_logprobs`` holds each position's pairs in
+    descending order, none where none were asked for. ``token_ids_logprobs`` holds for each position the pairs of the
+    tokens in ``token_ids_logprob``, in that order, and none for a position without a logprob; it is empty as a whole
+    when the request named no tokens."""
 
     token_ids: list[int]
     logprobs: list[float | None]

@@ -82,11 +82,9 @@ class Shard:
 class LayerContext:
     """What layers are made with. ``dense`` and ``linear`` make the uninitialised weight of a matrix [out_features,
     in_features] on the default device: ``dense`` for embeddings and the head, ``linear`` for the projections, which may
-    be quantised.
-
-    ``format`` is the number format of the projections, except for those that the checkpoint leaves plain; None: all are
-    plain. ``module`` is the prefix of the names in the checkpoint of layers that are made with this context, for
-    example ``model.layers.3.mlp.``"""
+    be quantised. ``format`` is the number format of the projections, except for those that the checkpoint leaves plain;
+    None: all are plain. ``module`` is the prefix of the names in the checkpoint of layers that are made with this
+    context, for example ``model.layers.3.mlp.``"""
 
     shard: Shard  # which part of each matrix this process holds
     kernels: LayerKernels

@@ -63,8 +63,7 @@ TRITON: Mapping[str, Callable[..., object]] = {
 
 
 def _programmatic(kernel: Any) -> Callable[..., object]:
-    """``kernel`` with another default of its last parameter, ``pdl``. A functools.partial would do the same, but takes
-    a microsecond in each launch."""
+    """``kernel`` with another default of its last parameter, ``pdl``. A partial takes a microsecond in each launch."""
     defaults = kernel.__defaults__
     assert defaults is not None and defaults[-1] is False
     return FunctionType(

@@ -100,13 +100,11 @@ BEFORE_MLP = BranchNorms("post_attention_layernorm")
 
 
 class TokenMixer(Branch):
-    """The branch in which tokens read one another: x += output(attention(projections(norm(x)))).
-
-    A subclass defines the projections, which of its rows in the KV pool they fill, and the output. What it shares with
-    others is the interface to the attention's plan and to the pieces of a forward. Only ``attend`` depends on the
-    requests' lengths, so what comes before and after it can be captured in graphs: ``project`` then ends one piece,
-    ``add_output`` begins the next, and they share ``batch.buffers``.
-    """
+    """The branch in which tokens read one another: x += output(attention(projections(norm(x)))). A subclass defines the
+    projections, which of its rows in the KV pool they fill, and the output. What it shares with others is the interface
+    to the attention's plan and to the pieces of a forward. Only ``attend`` depends on the requests' lengths, so what
+    comes before and after it can be captured in graphs: ``project`` then ends one piece, ``add_output`` begins the
+    next, and they share ``batch.buffers``."""
 
     name = "self_attn"
 

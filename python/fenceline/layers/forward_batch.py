@@ -116,8 +116,7 @@ class AttentionPlan(ABC):
 
 class PieceBuffers:
     """The part of the arena through which the pieces of one forward pass hand on their results: tensors [T, features]
-    under the names of ``CausalLM.arena_fields``. Layers keep views of them in ``views``, so that these are made once
-    per step."""
+    under the names of ``CausalLM.arena_fields``. Layers keep views of them in ``views``, made once per step."""
 
     __slots__ = ("tensors", "views")
 

@@ -26,13 +26,11 @@ _SMALLEST_SCALE = 1e-12  # the scale of a group that has only zeros
 
 
 class QuantizedFormat(ABC):
-    """A stored matrix [out_features, in_features].
-
-    A number of the matrix is (stored number - zero point) * scale. ``data`` [out_features, ...] holds the stored
-    numbers, ``scales`` [out_features, ceil(in_features / group)] float32 the scale of each group, and ``zeros`` [as
-    scales] uint8 its zero point (None: there are none). If a row has one scale, ``group`` is ``in_features``. In memory
-    the scales of all rows for the same group of columns are adjacent, because kernels multiply many rows at a time.
-    """
+    """A stored matrix [out_features, in_features]. A number of the matrix is (stored number - zero point) * scale.
+    ``data`` [out_features, ...] holds the stored numbers, ``scales`` [out_features, ceil(in_features / group)] float32
+    the scale of each group, and ``zeros`` [as scales] uint8 its zero point (None: there are none). If a row has one
+    scale, ``group`` is ``in_features``. In memory the scales of all rows for the same group of columns are adjacent,
+    because kernels multiply many rows at a time."""
 
     kind: str
     data: torch.Tensor

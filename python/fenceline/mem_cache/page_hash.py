@@ -113,14 +113,11 @@ def page_fingerprint(config: EngineConfig, layout: KVLayout, rank: int = 0) -> P
 
 
 def model_id(config: EngineConfig) -> str:
-    """The model's directory and a digest of whatever else the KV of its tokens depends on: the model's configuration
-    as resolved (a longer context may scale its positions), the label of the weights, and of each weight file its name,
-    size and time of the last change (those of what a link points to); the seed where weights are random.
-
-    The files are not read, because that would take as long as a start. So a copy of a model elsewhere, or a model whose
-    files were touched, finds none of the old pages, and a file that was overwritten with its size and time kept is not
-    noticed.
-    """
+    """The model's directory and a digest of whatever else the KV of its tokens depends on: the model's configuration as
+    resolved (a longer context may scale its positions), the label of the weights, and of each weight file its name,
+    size and time of the last change (those of what a link points to); the seed where weights are random. The files are
+    not read, because that would take as long as a start. So a copy of a model elsewhere, or a model whose files were
+    touched, finds none of the old pages, and a file that was overwritten with its size and time kept is not noticed."""
     directory = Path(config.model.model_path).resolve()
     args = config.server_args
     model, weights = _model_facts(config.model, config)

@@ -105,8 +105,7 @@ class Communicator:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
         """Add the sum of all ranks' ``x`` [rows, row] to ``residual`` [rows, row], in place; return RMSNorm of the
-        result with ``weight`` [row], computed in float32. None if the back end has no such operation for these tensors;
-        nothing has been done then."""
+        result with ``weight`` [row], computed in float32. None if the back end has no such operation."""
         self._require_stream("all-reduce")
         normed = self._backend.all_reduce_add_norm(x, residual, weight, eps)
         if normed is not None:

@@ -292,8 +292,7 @@ class ResultLease:
 
     def arrived(self) -> bool:
         """Whether :meth:`wait` would not block. Asks the device, so call it once a step; before :meth:`wait`, by which
-        alone the host learns it: one rank's results may arrive before those of another, and both lease the same memory
-        next."""
+        alone the host learns it: one rank's may arrive before another's, and both lease the same memory next."""
         return self._copied.stream.ask(self._copied)
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:

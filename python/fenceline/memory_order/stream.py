@@ -221,8 +221,7 @@ _NONE = Points()
 
 
 def joined(a: Clock, b: Clock) -> Clock:
-    """What has happened before one of two clocks: the element-wise maximum. Returns ``a`` itself, the same object, if
-    ``b`` adds nothing."""
+    """What has happened before one of two clocks: the element-wise maximum. ``a`` itself if ``b`` adds nothing."""
     if a is b or not b:
         return a
     if len(a) < len(b):

@@ -55,14 +55,11 @@ def room_for(what: str, otherwise: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the runners of one device work with.
-
-    ``draft``: None without speculation. ``largest``: the shape of the deepest decode steps. ``sampler`` draws tokens;
-    ``rank_sampler`` is the same if several ranks draw together, else None. ``masks``: None if grammars are refused.
-    ``accesses`` declares how a step uses the memory of ``req_pool`` and ``kv_pool``. ``draft_attention``: that of the
-    draft's layers, the same as ``attention`` where the heads are alike and no flag wants another, or if there is no
-    draft.
-    """
+    """What the runners of one device work with. ``draft``: None without speculation. ``largest``: the shape of the
+    deepest decode steps. ``sampler`` draws tokens; ``rank_sampler`` is the same if several ranks draw together, else
+    None. ``masks``: None if grammars are refused. ``accesses`` declares how a step uses the memory of ``req_pool`` and
+    ``kv_pool``. ``draft_attention``: that of the draft's layers, the same as ``attention`` where the heads are alike
+    and no flag wants another, or if there is no draft."""
 
     config: EngineConfig
     device: Device

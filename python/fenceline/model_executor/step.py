@@ -63,14 +63,11 @@ _NO_WRITES = PageWrites(_NO_IDS, _NO_IDS, _NO_PAGES)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The T tokens of a prompt that a step computes for a row.
-
-    ``token_ids`` and ``out_slots`` [T]: the tokens, and where their KV goes. ``following``: the prompt's tokens after
-    the chunk that the step reads: at most one, or with a draft ``DraftConfig.lookahead``. ``scored``: the offsets in
-    the chunk whose logits score a prompt token, which is the next one; ``top_logprobs`` and ``token_ids_logprob`` say
-    which further logprobs are wanted there. ``history`` (prompt ids, output ids) is given if the request has penalties
-    and samples its first token in this step.
-    """
+    """The T tokens of a prompt that a step computes for a row. ``token_ids`` and ``out_slots`` [T]: the tokens, and
+    where their KV goes. ``following``: the prompt's tokens after the chunk that the step reads: at most one, or with a
+    draft ``DraftConfig.lookahead``. ``scored``: the offsets in the chunk whose logits score a prompt token, which is
+    the next one; ``top_logprobs`` and ``token_ids_logprob`` say which further logprobs are wanted there. ``history``
+    (prompt ids, output ids) is given if the request has penalties and samples its first token in this step."""
 
     token_ids: I64
     out_slots: I64

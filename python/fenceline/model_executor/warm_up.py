@@ -72,12 +72,10 @@ def warm_up(device: Device, config: EngineConfig, launch: Launch) -> None:
 
 def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: LeasePool) -> StepCosts:
     """Measure the time in seconds from one decode step to the next, for each depth and for batches of 1, 2, 4, ...
-    requests up to the largest graph.
-
-    The requests are short, because attention to a longer context takes about the same time at each depth. They are
-    sampled with a temperature, and each begins with a random token. Their memory is leased for the duration. If there
-    is not enough of it, the other requests are in the sink; such large batches cannot occur in the server either.
-    """
+    requests up to the largest graph. The requests are short, because attention to a longer context takes about the same
+    time at each depth. They are sampled with a temperature, and each begins with a random token. Their memory is leased
+    for the duration. If there is not enough of it, the other requests are in the sink; such large batches cannot occur
+    in the server either."""
     assert config.speculative is not None, "steps have depths"
     begin, shapes, graphs = time.perf_counter(), config.speculative.shapes, config.cuda_graph_bs
     most = max(graphs) if graphs else min(config.max_running_requests, _MOST_MEASURED)

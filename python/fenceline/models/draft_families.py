@@ -21,12 +21,10 @@ from fenceline.models.families import MODELS, make_model
 
 class EagleDraft(SharingDraft):
     """EAGLE (arXiv:2401.15077): decoder layers of the target's family that read embeddings and hidden states. x =
-    fc([embedding, hidden state]), then the layers, the first of which does not normalise its input.
-
-    It continues the target's hidden states *after* the final norm, so the head reads them without another norm. With a
-    token map (FR-Spec, arXiv:2502.14856) the draft has a head of its own: the map's rows of the target's, or of that
-    in its checkpoint.
-    """
+    fc([embedding, hidden state]), then the layers, the first of which does not normalise its input. It continues the
+    target's hidden states *after* the final norm, so the head reads them without another norm. With a token map
+    (FR-Spec, arXiv:2502.14856) the draft has a head of its own: the map's rows of the target's, or of that in its
+    checkpoint."""
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
@@ -64,11 +62,9 @@ class EagleDraft(SharingDraft):
 class Eagle3Draft(SharingDraft):
     """EAGLE-3 (arXiv:2503.01840): one layer that reads embeddings and hidden states from several depths of the target.
     hidden = fc(the target's auxiliary hidden states). Attention reads [norm(embedding), norm(hidden)] and adds to
-    hidden. The next step continues with the layer's output before ``norm``, which is applied only for the head.
-
-    The head may have only a part of the vocabulary. The checkpoint's ``d2t`` says which: the target's id of the draft's
-    token i is i + d2t[i].
-    """
+    hidden. The next step continues with the layer's output before ``norm``, which is applied only for the head. The
+    head may have only a part of the vocabulary. The checkpoint's ``d2t`` says which: the target's id of the draft's
+    token i is i + d2t[i]."""
 
     ignored = frozenset({"t2d"})  # it also says which tokens the head has, like d2t
 

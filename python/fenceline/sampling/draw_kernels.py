@@ -150,10 +150,9 @@ def draw_pieces(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first launch of :func:`sample_tokens`. Returns, for each of the P pieces of each row, the best score with
     noise [B, P] float32, its token [B, P] int32, and the largest logit [B, P] float32, which is +inf if a logit is NaN.
-
     For the operands see :func:`sample_tokens`. ``token_ids`` [V] int64, which are distinct, are the columns' tokens in
-    a vocabulary of ``vocab_size``; None: the columns are the vocabulary. Of equal scores that of the lowest token wins.
-    """
+    a vocabulary of ``vocab_size``; None: the columns are the vocabulary. Of equal scores that of the lowest token
+    wins."""
     num = len(logits)
     if logits.is_cuda:
         from fenceline.layers.kernels.triton.sample import DrawInputs, launch_pieces

@@ -89,13 +89,11 @@ class GumbelSampler:
         noise_scales: torch.Tensor | None = None,
         thresholds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw one token from each row of ``softmax(scaled)``.
-
-        ``scaled`` [B, V] float32: logits / temperature (not changed). ``seed_keys`` [B] int64 from :func:`mix_seeds`.
-        ``positions`` [B] int64. ``noise_scales`` [B] float32: with 0 a row's token is the arg-max (of equal scores the
-        lowest id). ``thresholds`` [B] float32: tokens with a lower score are not drawn as long as there is another.
-        Returns [B] int64, always within the vocabulary, even for NaN.
-        """
+        """Draw one token from each row of ``softmax(scaled)``. ``scaled`` [B, V] float32: logits / temperature (not
+        changed). ``seed_keys`` [B] int64 from :func:`mix_seeds`. ``positions`` [B] int64. ``noise_scales`` [B] float32:
+        with 0 a row's token is the arg-max (of equal scores the lowest id). ``thresholds`` [B] float32: tokens with a
+        lower score are not drawn as long as there is another. Returns [B] int64, always within the vocabulary, even for
+        NaN."""
         pieces = [
             scores.argmax(dim=-1) for scores in self._noisy(scaled, seed_keys, positions, noise_scales, thresholds)
         ]

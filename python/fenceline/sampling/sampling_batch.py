@@ -54,8 +54,7 @@ class ReqSampling:
 
 
 def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Lists of token ids as the rows of a table, flattened: [len(lists) * longest] int64. Shorter rows are padded with
-    token 0."""
+    """Lists of token ids as a flattened table: [len(lists) * longest] int64. Shorter rows are padded with token 0."""
     width = max(map(len, lists))
     return np.array([[*ids, *[0] * (width - len(ids))] for ids in lists], np.int64).ravel()
 
@@ -166,13 +165,10 @@ def _add_min_tokens(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> No
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling parameters of B requests: views on the device, and flags on the host. A tensor is None if no request
-    of the batch needs it.
-
-    F requests have filters, P have penalties and L ask for logprobs. M pairs (request, token) are biased, and S pairs
-    are masked. Index tensors contain positions in the batch; if an index is None but its values are not, the values are
-    those of all B requests in order. The views are part of the step's upload, and must remain valid as long as this
-    batch is used.
-    """
+    of the batch needs it. F requests have filters, P have penalties and L ask for logprobs. M pairs (request, token)
+    are biased, and S pairs are masked. Index tensors contain positions in the batch; if an index is None but its values
+    are not, the values are those of all B requests in order. The views are part of the step's upload, and must remain
+    valid as long as this batch is used."""
 
     num_reqs: int  # B
     return_logprob: bool

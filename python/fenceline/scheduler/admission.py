@@ -27,11 +27,9 @@ _LEAST_SMALL_TOKENS = 256
 class Holdings:
     """What running requests hold: the rows and the tokens (at their maximum lengths, in whole pages) of each HTTP body
     of several requests, and what is used of the reserve. ``num_spare``: slots after a request's last token that its
-    last decode step writes.
-
-    The reserve (``reserve_tokens`` of memory, ``reserve_rows``) is left to bodies that hold little. Without it, a short
-    request would wait until one of the long ones ends that fill the memory, or one of the thousands of another body.
-    """
+    last decode step writes. The reserve (``reserve_tokens`` of memory, ``reserve_rows``) is left to bodies that hold
+    little. Without it, a short request would wait until one of the long ones ends that fill the memory, or one of the
+    thousands of another body."""
 
     reserve_tokens: int = 0
     reserve_rows: int = 0

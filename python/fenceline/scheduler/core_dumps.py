@@ -95,12 +95,11 @@ class CoreDumps:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> list[str]:
-        """Wait until the dumps are complete, and return their paths, oldest first.
-
-        The failing call returns at once, while the driver still writes the dump in a thread of its own. If the process
-        ended then, it would leave an incomplete file that no debugger can read. This method gives up when there is no
-        dump and ``may_come`` says that none will come, when nothing has been written for ``patience_s`` seconds, and
-        after ``limit_s`` seconds. Then the dumps may be incomplete (see :func:`is_complete`)."""
+        """Wait until the dumps are complete, and return their paths, oldest first. The failing call returns at once,
+        while the driver still writes the dump in a thread of its own. If the process ended then, it would leave an
+        incomplete file that no debugger can read. This method gives up when there is no dump and ``may_come`` says that
+        none will come, when nothing has been written for ``patience_s`` seconds, and after ``limit_s`` seconds. Then
+        the dumps may be incomplete (see :func:`is_complete`)."""
         begin = since = clock()
         sizes: dict[str, int] = {}
         while True:

@@ -78,14 +78,11 @@ Event = Leaving | Retirement | CompletionsEvent
 
 
 class StepRecord(NamedTuple):
-    """One launched step.
-
-    ``batch`` is the step's batch without its Points, which are in ``after``. ``rids`` are its requests, in batch order.
-    ``done`` and ``passed`` are serials of FORWARD: of the Point that ends the step, and of the last Point that the host
-    knew to have passed. ``in_flight`` is the number of earlier steps that were not published yet. ``events`` happened
-    between the launch before and this one. ``tokens`` is empty until the step is published. Then it has the step's
-    tokens and, in a speculative decode step, the number of tokens of each request.
-    """
+    """One launched step. ``batch`` is the step's batch without its Points, which are in ``after``. ``rids`` are its
+    requests, in batch order. ``done`` and ``passed`` are serials of FORWARD: of the Point that ends the step, and of
+    the last Point that the host knew to have passed. ``in_flight`` is the number of earlier steps that were not
+    published yet. ``events`` happened between the launch before and this one. ``tokens`` is empty until the step is
+    published. Then it has the step's tokens and, in a speculative decode step, the number of tokens of each request."""
 
     batch: StepBatch
     rids: Sequence[str]

@@ -30,13 +30,11 @@ _STEP, _LAUNCH, _WAITED, _BRIEF = 1000, 100, 500, 20
 
 
 def trace_of(dump: Json) -> dict[str, Any]:
-    """The dump as a JSON object of the Trace Event Format.
-
-    The rows of the first process are the streams. Each step is a slice on FORWARD, and its end is a Point. A slice on
-    HOST is a launch, a publication of results, a request that leaves or a retirement of pages. An arrow means that
-    its end waited for its start: a step waited for the Points of the memory that it reuses (the arrow has the edge's
-    name), or the host for results. The second process has a row for each request, named by its id.
-    """
+    """The dump as a JSON object of the Trace Event Format. The rows of the first process are the streams. Each step is
+    a slice on FORWARD, and its end is a Point. A slice on HOST is a launch, a publication of results, a request that
+    leaves or a retirement of pages. An arrow means that its end waited for its start: a step waited for the Points of
+    the memory that it reuses (the arrow has the edge's name), or the host for results. The second process has a row for
+    each request, named by its id."""
     return {"traceEvents": list(itertools.chain.from_iterable(_Trace(dump).parts())), **_about(dump)}
 
 

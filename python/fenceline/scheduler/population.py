@@ -144,8 +144,7 @@ class Population:
 
     def retract(self, req: Req, cause: str) -> None:
         """Take all memory from ``req`` and put it back at the head of the queue. When it is admitted again it computes
-        its tokens again, or with ``--retract-policy offload`` loads their KV from the host. ``cause`` is for the flight
-        recorder."""
+        its tokens again, or with ``--retract-policy offload`` loads their KV. ``cause`` is for the flight recorder."""
         if req in self.running.reqs:
             self.running.remove(req)
         tail = self.memory.offload(req) if self._offloads else None

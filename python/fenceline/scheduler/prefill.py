@@ -92,13 +92,11 @@ class PrefillPlan:
 
 
 class PrefillPlanner:
-    """Admits waiting requests in order, as long as step and memory have room for them.
-
-    ``chunk_size``: tokens of one step if prompts are split, None never to split them; ``max_prefill_tokens``: tokens of
-    one step in any case (without splitting, a single longer prompt is still admitted); ``sharing``: the length from
-    which no further prompt joins a step; ``max_reqs``: prompts of one step, None for any number; ``prefix_work``: a
-    limit on the work of a step, in addition to that on its tokens, None for none.
-    """
+    """Admits waiting requests in order, as long as step and memory have room for them. ``chunk_size``: tokens of one
+    step if prompts are split, None never to split them; ``max_prefill_tokens``: tokens of one step in any case (without
+    splitting, a single longer prompt is still admitted); ``sharing``: the length from which no further prompt joins a
+    step; ``max_reqs``: prompts of one step, None for any number; ``prefix_work``: a limit on the work of a step, in
+    addition to that on its tokens, None for none."""
 
     def __init__(
         self,
@@ -127,13 +125,10 @@ class PrefillPlanner:
         num_waiting: Callable[[], int],
     ) -> PrefillPlan | None:
         """The next extend step, or None if nothing fits. ``waiting`` makes a new iterator at each call. Requests that
-        are admitted get a row, and are counted in ``state``.
-
-        ``chunked`` is the request whose prompt an earlier step left half-way. If it would take more than half of the
-        step, waiting prompts that fit whole into the other half come first: they do not wait for the long prompts
-        before them. Otherwise it comes first itself. ``num_waiting`` counts the tokens of all waiting prompts; it is
-        called only if a second prompt might join the step.
-        """
+        are admitted get a row, and are counted in ``state``. ``chunked`` is the request whose prompt an earlier step
+        left half-way. If it would take more than half of the step, waiting prompts that fit whole into the other half
+        come first: they do not wait for the long prompts before them. Otherwise it comes first itself. ``num_waiting``
+        counts the tokens of all waiting prompts; it is called only if a second prompt might join the step."""
         plan = _Plan()
         work = 0.0 if self._prefix_work is None else self._prefix_work.of_step(self.step_tokens)
         budget = _Budget(self.step_tokens, work, MAX_SCORED_TOKENS, self._max_reqs or self._memory.rows.size)

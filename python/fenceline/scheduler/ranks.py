@@ -155,8 +155,7 @@ class RankLink(ABC):
                 )
 
     def post_progress(self, awaited: Awaited | None) -> None:
-        """Post whether the results of ``awaited`` have reached this rank, how many of its transfers have ended, and
-        what its storage has done."""
+        """Post whether the results of ``awaited`` are here, how many transfers have ended, and storage's acks."""
         if awaited is not None and awaited[1].arrived():
             self.board.post_arrived(awaited[0])
         worker = self._worker

@@ -37,8 +37,7 @@ def no_pages() -> array[int]:
 
 
 def emit_interval(message: TokenizedGenerateReq, stream_interval: int) -> int:
-    """Tokens between two messages to the detokenizer: ``stream_interval`` if the answer is streamed or a stop string
-    may end it, else more."""
+    """Tokens between two messages to the detokenizer: ``stream_interval`` for streams and stop strings, else more."""
     watched = message.stream or message.sampling_params.stop
     return stream_interval if watched else _QUIET_INTERVAL
 

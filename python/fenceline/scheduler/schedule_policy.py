@@ -30,13 +30,11 @@ _MAX_COUNTED = 256
 
 @dataclass(frozen=True, slots=True)
 class StepSharing:
-    """From how many tokens on no further prompt joins a prefill step.
-
-    A prompt's first token comes at the end of its step. If ``w`` tokens wait and are computed in steps of ``s`` tokens,
-    a prompt waits on average for half of the ``w / s`` steps and for half of its own step. A step takes as long as
-    ``s + cost_tokens`` tokens, so the wait is shortest for ``s = sqrt(w * cost_tokens)``. A burst therefore begins with
-    long steps, which use the GPU best, and ends with short ones.
-    """
+    """From how many tokens on no further prompt joins a prefill step. A prompt's first token comes at the end of its
+    step. If ``w`` tokens wait and are computed in steps of ``s`` tokens, a prompt waits on average for half of the ``w
+    / s`` steps and for half of its own step. A step takes as long as ``s + cost_tokens`` tokens, so the wait is
+    shortest for ``s = sqrt(w * cost_tokens)``. A burst therefore begins with long steps, which use the GPU best, and
+    ends with short ones."""
 
     cost_tokens: int
     min_tokens: int = field(default_factory=lambda: _MIN_SHARED_TOKENS)

@@ -234,13 +234,11 @@ def accept_chain(
     accept_length: float | None,
     kept: AcceptOutputs,
 ) -> None:
-    """Determine the accepted drafts of a chain, and advance the request rows.
-
-    ``input_ids`` and ``drawn`` [B, N]: each request's last token and its drafts, and the tokens that the target has
-    drawn there. ``is_bad`` and ``may_accept`` [B] bool: whether the request's draft is unusable, and whether its drafts
-    may be accepted. ``lens`` [B]: the lengths when the step begins. ``accept_length``: simulate this mean number of
-    tokens per step (see ``simulate_drafts``), None not to.
-    """
+    """Determine the accepted drafts of a chain, and advance the request rows. ``input_ids`` and ``drawn`` [B, N]: each
+    request's last token and its drafts, and the tokens that the target has drawn there. ``is_bad`` and ``may_accept``
+    [B] bool: whether the request's draft is unusable, and whether its drafts may be accepted. ``lens`` [B]: the lengths
+    when the step begins. ``accept_length``: simulate this mean number of tokens per step (see ``simulate_drafts``),
+    None not to."""
     operands = (input_ids, drawn, is_bad, may_accept, rows, lens, accept_length, *kept)
     if rows.is_cuda:
         from fenceline.layers.kernels.triton.speculative_step import launch_accept

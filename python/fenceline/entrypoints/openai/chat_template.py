@@ -130,12 +130,10 @@ class ChatTemplate:
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt text. It contains the special tokens, so it is tokenised without adding any.
-
         ``continue_final_message`` leaves the last message open, so that the model goes on with it. ``tools`` are what
         it may call, as OpenAI's objects. ``variables`` are the request's ``chat_template_kwargs``. Raises ValueError
         with the template's message if the template refuses the conversation, and RecursionError for values nested too
-        deeply.
-        """
+        deeply."""
         messages = self._with_systems_shown(messages, bool(tools))
         messages = _linked(messages, short_ids=self.tool_call_format == "mistral")
         if self.tool_call_format == "gpt-oss":

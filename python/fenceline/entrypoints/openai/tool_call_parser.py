@@ -124,14 +124,11 @@ class CallTexts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How a model writes its calls.
-
-    ``marks``: texts in a chat template that tell the format. ``begins``: how an answer may begin that is a call; NAME
-    stands for a function's name. ``has_special_tokens``: what marks a call is a special token, or may be; of other
-    formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a call. ``texts``: None where a
-    grammar cannot tell by text alone that a call begins, or where its arguments are no JSON. ``reads_reasoning``: the
-    form is that of whole answers, of which the reasoning is a part.
-    """
+    """How a model writes its calls. ``marks``: texts in a chat template that tell the format. ``begins``: how an answer
+    may begin that is a call; NAME stands for a function's name. ``has_special_tokens``: what marks a call is a special
+    token, or may be; of other formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a
+    call. ``texts``: None where a grammar cannot tell by text alone that a call begins, or where its arguments are no
+    JSON. ``reads_reasoning``: the form is that of whole answers, of which the reasoning is a part."""
 
     read: Callable[[Source], Reading[None]]
     marks: tuple[str, ...]

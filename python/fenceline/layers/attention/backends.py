@@ -101,7 +101,6 @@ class _Plans(AttentionPlan):
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
     """What a backend is made for: the KV pool, its device, this rank's number of query heads and the longest sequence.
-
     ``layers``: the layers of the pool in which the backend attends (None: all); their heads have the same number and
     size. ``rules``: those of the layers that have any. ``agreed`` takes the name that this rank has chosen by
     measurement and returns the name that all ranks use. ``fixed_order``: a query's result may depend on its sequence

@@ -46,7 +46,6 @@ Lens = npt.NDArray[np.int64]
 
 class FlashInferAttentionBackend(AttentionBackend):
     """Plans over one KV pool. A plan is valid until the next is made: they share the ring and the workspaces.
-
     ``num_heads`` is the number of this rank's query heads. Benchmarks that compare kernels set ``prefill`` to
     FlashInfer's fa2 or fa3 and ``tensor_cores`` to whether decode uses them; None chooses what suits the GPU and the
     model. ``library``: None stands for the installed package. Raises ValueError with the remedy if FlashInfer is
@@ -194,8 +193,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             return _GraphDecodePlan(self, inputs, space, info, pages, max_pages)
 
     def before_replay(self, bucket: int, seq_lens_cpu: Lens) -> None:
-        """Plan for these lengths, padded with 1 to the bucket's size, and copy the plan on FORWARD to where the graph
-        reads it."""
+        """Plan for these lengths, padded with 1, and copy the plan on FORWARD to where the graph reads it."""
         known = self._buckets[bucket]
         lens = np.ones(bucket, dtype=np.int64)
         lens[: len(seq_lens_cpu)] = seq_lens_cpu

@@ -30,12 +30,10 @@ class SharedPrefix:
 
 def find_shared_prefixes(page_table: I32, num_pages: I64, num_queries: I64, page_size: int) -> list[SharedPrefix]:
     """The prefixes to which all queries of several requests (or the many queries of one) should attend in one call.
-
-    ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query,
-    so that all its queries see all their tokens; ``num_queries`` [B]. No request is in two prefixes. If requests share
-    a short prefix and some of them a longer one, either all are together, or those that go on alike are: whichever way
-    fewer tokens are read.
-    """
+    ``page_table`` [B, columns]; ``num_pages`` [B]: how many pages of each request lie wholly before its first query, so
+    that all its queries see all their tokens; ``num_queries`` [B]. No request is in two prefixes. If requests share a
+    short prefix and some of them a longer one, either all are together, or those that go on alike are: whichever way
+    fewer tokens are read."""
     if int((num_pages * num_queries).sum()) * page_size < _WORTH_PAIRS:
         return []
     # Most requests of most batches share nothing. NumPy filters them out, so that they take no time in Python loops.

@@ -158,8 +158,7 @@ class LayerKernels:
                 x.copy_(rounded)
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, K] of any floating type times the transpose of ``weight`` [num_experts, K] float32 → [T, num_experts]
-        float32."""
+        """x [T, K] of any float type by ``weight`` [num_experts, K] float32, transposed → [T, num_experts] float32."""
         return self.linear(x.float(), weight)
 
     def route(

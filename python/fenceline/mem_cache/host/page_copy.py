@@ -190,12 +190,10 @@ class WatchedPools:
 
 class CudaCopier(PageCopier):
     """Copies by fenceline_kernel, on the virtual GPU by ``WatchedPools``: one call for each transfer, an SM kernel's
-    launch or a batch for the copy engine. The page lists travel with the call, so nothing is uploaded.
-
-    The kernels take neighbouring layers of two rows that are equally large, such as keys and values. Where layers
-    differ, each range of layers that are alike takes a call of its own, and layers of other rows (a latent) are
-    copied by torch, one copy for each page or run of pages.
-    """
+    launch or a batch for the copy engine. The page lists travel with the call, so nothing is uploaded. The kernels take
+    neighbouring layers of two rows that are equally large, such as keys and values. Where layers differ, each range of
+    layers that are alike takes a call of its own, and layers of other rows (a latent) are copied by torch, one copy for
+    each page or run of pages."""
 
     def __init__(
         self,

@@ -64,12 +64,10 @@ class StorageStats:
 
 class StorageBackend(Protocol):
     """Pages by key. Calls are synchronous, block on the disk and may be made by several threads at once; the caller
-    owns the threads, and the memory of the pages for as long as a call takes.
-
-    A key determines the bytes, so a page is never updated. Keys of one call run from a prefix's first page to its
-    last: that is the order in which pages are worth keeping. No call raises because of what the disk does: a page
-    that cannot be read is a miss, one that cannot be written is not there later, and ``stats`` counts both.
-    """
+    owns the threads, and the memory of the pages for as long as a call takes. A key determines the bytes, so a page is
+    never updated. Keys of one call run from a prefix's first page to its last: that is the order in which pages are
+    worth keeping. No call raises because of what the disk does: a page that cannot be read is a miss, one that cannot
+    be written is not there later, and ``stats`` counts both."""
 
     @property
     def page_nbytes(self) -> int:

@@ -47,7 +47,6 @@ class FileBackend:
         pages of their own beside these. ``fsync``: a page is on the disk before it appears; without it the system
         decides when to write the page, and one that a power failure has damaged is a miss because of its checksum.
         ``clean_to``: the share of ``max_bytes`` down to which pages are evicted. ``clock``: wall-clock time in ns.
-
         Scans the directory. Raises ``ValueError`` if it cannot be used."""
         self._page_nbytes = fingerprint.page_nbytes
         self._file_nbytes = page_file.header_nbytes(secret) + fingerprint.page_nbytes

@@ -70,12 +70,9 @@ class HiRadixCache(RadixCache):
     ) -> None:
         """``pages``, ``host_pages``: the pools of the two tiers. ``write_policy``: write_through,
         write_through_selective or write_back. ``root_key`` (with storage): ``PageFingerprint.root_key``. ``lookahead``
-        as in :class:`RadixCache`.
-
-        ``spill(nodes)`` (write_back) is called inside :meth:`evict` with all nodes that are about to lose their
-        only copy; it calls :meth:`begin_backup` for them and submits the transfer before it returns. What it does
-        not back up is lost. Raises ``ValueError`` for an unknown policy.
-        """
+        as in :class:`RadixCache`. ``spill(nodes)`` (write_back) is called inside :meth:`evict` with all nodes that are
+        about to lose their only copy; it calls :meth:`begin_backup` for them and submits the transfer before it
+        returns. What it does not back up is lost. Raises ``ValueError`` for an unknown policy."""
         if write_policy not in _BACKUP_HITS:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
         assert spill or write_policy != "write_back", "write_back needs a spill function"
@@ -153,13 +150,11 @@ class HiRadixCache(RadixCache):
         return [part for part in on_paths if part.host_pages is None and part.hit_count >= threshold]
 
     def begin_backup(self, nodes: Sequence[TreeNode], ticket: Ticket) -> PageMove:
-        """Give ``nodes`` (parents before children) host pages, as part of ``ticket``; those that have some already
-        or are not on the device are skipped.
-
-        Makes room on the host by evicting there, but evicts nothing that is locked or held, and nothing on the paths of
-        ``nodes``. Nodes that still do not fit are left out, and so are those below them. The caller submits the store
-        (unless there is nothing to copy) before it makes another call that may evict.
-        """
+        """Give ``nodes`` (parents before children) host pages, as part of ``ticket``; those that have some already or
+        are not on the device are skipped. Makes room on the host by evicting there, but evicts nothing that is locked
+        or held, and nothing on the paths of ``nodes``. Nodes that still do not fit are left out, and so are those below
+        them. The caller submits the store (unless there is nothing to copy) before it makes another call that may
+        evict."""
         assert ticket.kind is TransferKind.STORE, f"{ticket!r} does not store"
         protected = self._leaving.union(*(node.path() for node in nodes))
         backed_up: list[TreeNode] = []

@@ -48,14 +48,11 @@ IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """A run of whole pages that follows the parent's. Only the tree writes the fields.
-
-    ``edge`` is the key under which ``parent.children`` holds the node. ``lock_ref`` counts the locks on this
-    node and on all nodes below. ``after`` joins the Points of all users that have released the device pages, and
-    ``host_after`` those of the host pages: the next user waits for them. ``parent`` is None for the root and for a
-    node that has left the tree. The pages are on the device, on the host, or on both; the lower fields stay
-    at their defaults in a tree without a host tier.
-    """
+    """A run of whole pages that follows the parent's. Only the tree writes the fields. ``edge`` is the key under which
+    ``parent.children`` holds the node. ``lock_ref`` counts the locks on this node and on all nodes below. ``after``
+    joins the Points of all users that have released the device pages, and ``host_after`` those of the host pages: the
+    next user waits for them. ``parent`` is None for the root and for a node that has left the tree. The pages are on
+    the device, on the host, or on both; the lower fields stay at their defaults in a tree without a host tier."""
 
     id: int  # creation order: breaks ties deterministically
     tokens: Int32Array  # [num_pages * page_size + lookahead], owned and contiguous

@@ -77,12 +77,10 @@ class DecodeConfig:
 
 class DecodeWorkspace:
     """Memory for the partial results of up to ``max_workers`` workers for each KV head and tile. Every launch uses the
-    same memory.
-
-    ``tiles``: how the query rows are cut, see :func:`query_tiles`. ``segments`` of a request and ``rows`` (a power of
-    two) of a tile at most have partial results, with ``DecodeConfig.segment``; 0: without it. Launches that share a
-    workspace must be on one stream. Only requests that several workers share use it, and only within a launch.
-    """
+    same memory. ``tiles``: how the query rows are cut, see :func:`query_tiles`. ``segments`` of a request and ``rows``
+    (a power of two) of a tile at most have partial results, with ``DecodeConfig.segment``; 0: without it. Launches that
+    share a workspace must be on one stream. Only requests that several workers share use it, and only within a
+    launch."""
 
     def __init__(
         self,

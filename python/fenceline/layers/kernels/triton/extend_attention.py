@@ -70,8 +70,7 @@ def extend_grid(
     num_sms: int,
     window: int | None = None,
 ) -> ExtendGrid:
-    """The grid for a batch with ``heads`` = (H, Hkv). Splits leave few of ``num_sms`` idle. Segments are split all or
-    not at all."""
+    """The grid for a batch with ``heads`` = (H, Hkv). Splits leave few of ``num_sms`` idle. Segments split together."""
     if window is not None:
         seq_lens_cpu = np.minimum(seq_lens_cpu, window + config.block_m)
     group = heads[0] // heads[1]

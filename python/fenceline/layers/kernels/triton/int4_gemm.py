@@ -44,13 +44,10 @@ _TWICE = tl.constexpr(0x00010001)  # copies 16 bits to both halves
 @dataclass(frozen=True, slots=True)
 class Int4Config:
     """How a product is divided: ``block_n`` rows of the weight, ``block_rows`` rows of x and ``block_k`` inputs at a
-    time, powers of two of at least 64, 16 and 32; ``block_k`` is at most the group. ``split`` programs share K;
-    if ``looped``, one program computes their parts in turn, and the sums are the same.
-
-    ``reorder``: x is copied into the order in which lanes read words.
-    ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 and
-    later), and meanwhile fetches the first weights and its scales into L2.
-    """
+    time, powers of two of at least 64, 16 and 32; ``block_k`` is at most the group. ``split`` programs share K; if
+    ``looped``, one program computes their parts in turn, and the sums are the same. ``reorder``: x is copied into the
+    order in which lanes read words. ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic
+    dependent launch, sm_90 and later), and meanwhile fetches the first weights and its scales into L2."""
 
     block_n: int
     block_rows: int
@@ -120,12 +117,10 @@ def reorder_columns(
     x: torch.Tensor, block: int, norm_weight: torch.Tensor | None = None, eps: float = 0.0, pdl: bool = False
 ) -> torch.Tensor:
     """x [T, K], contiguous, of any floating type → a new tensor with the columns of each ``block`` (32, 64 or 128,
-    which divides K) in the order in which four lanes read their words: lane t has the ``block`` / 32 words from
-    t * ``block`` / 32 on, and of each of these in turn come pair 0 of all four lanes, pair 1 and so on.
-
-    ``norm_weight`` [K] with ``eps``: x is normalised first, as by rms_norm. K is at most 65,536. Current stream, no
-    host synchronisation. ``pdl``: see ``rms_norm``; reads ``norm_weight`` before its wait.
-    """
+    which divides K) in the order in which four lanes read their words: lane t has the ``block`` / 32 words from t *
+    ``block`` / 32 on, and of each of these in turn come pair 0 of all four lanes, pair 1 and so on. ``norm_weight`` [K]
+    with ``eps``: x is normalised first, as by rms_norm. K is at most 65,536. Current stream, no host synchronisation.
+    ``pdl``: see ``rms_norm``; reads ``norm_weight`` before its wait."""
     num_rows, k = x.shape
     assert x.is_contiguous() and k <= 65_536 and block in (32, 64, 128) and k % block == 0, (k, block)
     assert norm_weight is None or (norm_weight.is_contiguous() and norm_weight.shape == (k,))

@@ -31,12 +31,9 @@ def quantized_linear(
 ) -> torch.Tensor:
     """x [1, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
     int4 if there are ``zeros``, else fp8 or int8), with ``fusion`` around it → [1, N] ([1, N / 2] if gated), in x's
-    dtype.
-
-    The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. All tensors
-    are on one device and contiguous, except scales and zeros, which have equal strides. Computed in float32. Current
-    stream, no host synchronisation.
-    """
+    dtype. The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor. All
+    tensors are on one device and contiguous, except scales and zeros, which have equal strides. Computed in float32.
+    Current stream, no host synchronisation."""
     num_rows, k = x.shape
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
     assert num_rows == 1 and x.is_contiguous() and data.is_contiguous()
@@ -176,13 +173,11 @@ def quantize_rows(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K], contiguous → its nearest E4M3 numbers [T, K] and their scales [T, ceil(K / group)] float32.
-
-    The scale is ``scale``, a number on the device. If that is None, it maps the largest number of each group to the
-    largest of E4M3. ``group`` is K or more, or a power of two. ``norm_weight`` [K] with ``eps``: x is normalised first,
-    as by rms_norm but without rounding to x's type; it is contiguous. K is at most 65,536. ``pdl``: see rms_norm's
-    module; reads ``norm_weight`` and ``scale`` before its wait.
-    """
+    """x [T, K], contiguous → its nearest E4M3 numbers [T, K] and their scales [T, ceil(K / group)] float32. The scale
+    is ``scale``, a number on the device. If that is None, it maps the largest number of each group to the largest of
+    E4M3. ``group`` is K or more, or a power of two. ``norm_weight`` [K] with ``eps``: x is normalised first, as by
+    rms_norm but without rounding to x's type; it is contiguous. K is at most 65,536. ``pdl``: see rms_norm's module;
+    reads ``norm_weight`` and ``scale`` before its wait."""
     num_rows, k = x.shape
     groups = triton.cdiv(k, group)
     assert x.is_contiguous() and k <= 65_536 and (groups == 1 or group & (group - 1) == 0), (k, group)
