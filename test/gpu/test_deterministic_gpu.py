@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from demo_requests import prompts, sampled_requests
-from fixed_order_cases import check_attention
+from fixed_order_cases import check_attention, check_trees
 from scheduler_driver import Driver, make_model_driver, request
 
 import fenceline
@@ -184,6 +184,14 @@ def test_attention(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rules", [LayerRules(), LayerRules(window=100)], ids=["plain", "window"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_attention_of_trees(page_size: int, rules: LayerRules) -> None:
+    tree = [-1, 0, 0, 2, 1, 2, 4, 3]
+    for prefix in (61, 253, 1000):
+        check_trees(page_size, 132, tree, prefix, device="cuda", dtype=torch.bfloat16, head_dim=64, rules=rules)
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab_size", [151_936, 32_001, 50_257, 997])
 def test_logprobs(vocab_size: int, dtype: torch.dtype) -> None:
@@ -275,6 +283,10 @@ WAYS: dict[str, dict[str, object]] = {
         "speculative_algorithm": "EAGLE3", "speculative_num_steps": 3,
         "speculative_draft_model_path": f"{fenceline.demo_model_path()}/eagle3",
     },
+    "eagle3 trees": {
+        "speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 4,
+        "speculative_draft_model_path": f"{fenceline.demo_model_path()}/eagle3",
+    },
 }  # fmt: skip
 
 
@@ -282,7 +294,7 @@ WAYS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("model", MODELS)
 def test_answers_have_the_same_bits_in_company(alone: dict[str, Answers], model: str, way: str) -> None:
     """Twice, so that the second time prefixes are cached, and in another order."""
-    if way == "eagle3" and model in ("experts", "fp8 KV"):
+    if way.startswith("eagle3") and model in ("experts", "fp8 KV"):
         pytest.skip("there is no such draft, or FP8 keys are refused with one")
     expected = reference(alone, model)
     driver = make(**(MODELS[model] | WAYS[way]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_cases import SCALE, Case, case
+from attention_cases import SCALE, Case, case, path_to
 
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 
@@ -30,9 +30,9 @@ def step_of(requests: Sequence[tuple[int, int, int]], page_size: int, heads: tup
     return step
 
 
-def attend(step: Case, way: str, num_sms: int) -> list[torch.Tensor]:
-    """Each request's results, on the CPU. ``way``: decode, verify (of a chain) or extend. The work is divided as for
-    ``num_sms`` multiprocessors."""
+def attend(step: Case, way: str, num_sms: int, trees: list[list[int]] | None = None) -> list[torch.Tensor]:
+    """Each request's results, on the CPU. ``way``: decode, verify (of a chain, or ``trees``) or extend. The work is
+    divided as for ``num_sms`` multiprocessors."""
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 
     class Backend(TritonAttentionBackend):
@@ -43,7 +43,7 @@ def attend(step: Case, way: str, num_sms: int) -> list[torch.Tensor]:
     device, lens = step.device, np.array(step.query_lens)
     backend = Backend(step.pool, 1, step.rules_there(), fixed=(_LONGEST, step.queries[0].shape[1]))
     if way == "verify":
-        y = step.verify(backend, len(step.queries[0]), None)
+        y = step.verify(backend, len(step.queries[0]), trees)
     else:
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lens)])).int().to(device)
         seq_lens = torch.tensor(step.seq_lens)
@@ -54,6 +54,25 @@ def attend(step: Case, way: str, num_sms: int) -> list[torch.Tensor]:
         y = backend.plan(inputs).forward(1, queries, queries[:, :1], queries[:, :1], SCALE).cpu()
     assert all(not workspace.num_done.any() for workspace in backend._workspaces.values())
     return list(y.split(step.query_lens))
+
+
+def check_trees(page_size: int, num_sms: int, tree: list[int], prefix: int, **options: Any) -> None:
+    """Each node of a tree after ``prefix`` tokens, some of whose branches come later, has the bits of a decode step of
+    its path as a plain sequence. ``tree``: the nodes' parents. There are two such requests, and a padded one."""
+    num, heads, total = len(tree), (6, 2), prefix + len(tree)
+    step = step_of([(1, total, num), (2, total + 1, num), (3, num, num)], page_size, heads, **options)
+    step.seq_lens[2] = 1
+    nodes = attend(step, "verify", num_sms, [tree, tree[:1] + [0] * (num - 1), tree])
+    assert nodes[2].isfinite().all()
+    for node in range(num):
+        path = path_to(tree, node)[::-1]
+        alone = step_of([(1, prefix + len(path), 1)], 16, heads, **options)
+        for row in ("k", "v"):
+            from_tree, pool = step.pool.row(1, row), alone.pool.row(1, row)
+            for depth, each in enumerate(path):
+                pool[alone.slots[0][prefix + depth]] = from_tree[step.slots[0][prefix + each]]
+        alone.queries[0] = step.queries[0][node : node + 1]
+        assert torch.equal(attend(alone, "decode", 1)[0], nodes[0][node : node + 1]), node
 
 
 def check_attention(

@@ -682,11 +682,6 @@ def _check_fixed_order(args: ServerArgs) -> None:
                 f"--{name.replace('_', '-')} {wanted}: adds up in an order that depends on the batch, which {flag}"
                 f" rules out; use {_IN_FIXED_ORDER}, or leave it out"
             )
-    if (args.speculative_eagle_topk or 1) > 1:
-        raise ConfigError(
-            f"--speculative-eagle-topk {args.speculative_eagle_topk}: the keys of a tree's nodes are not in the order"
-            f" of positions, which {flag} needs; leave it out, so that drafts are chains"
-        )
 
 
 def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:

@@ -144,12 +144,10 @@ def test_sums_in_a_fixed_order_take_our_own_attention() -> None:
         return attention_backends(args, device, model)
 
     assert backends() == backends(attention_backend="triton") == backends(**OWN) == ("triton", "triton")
-    assert backends("cpu", **OWN, speculative_eagle_topk=4) == ("torch", "torch")
+    assert backends("cpu") == ("torch", "torch")
     for name in ("flashinfer", "fa3", "torch"):
         with pytest.raises(ConfigError, match=f"--prefill-attention-backend {name}: .* use triton"):
             backends(prefill_attention_backend=name)
-    with pytest.raises(ConfigError, match="--speculative-eagle-topk 4: .* leave it out"):
-        backends(**OWN, speculative_eagle_topk=4)
 
 
 def test_the_drafts_attention_runs_where_it_can() -> None:

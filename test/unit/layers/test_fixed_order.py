@@ -34,21 +34,11 @@ PRODUCTS = (
     *("dense norm", "dense gated", "dense residual", "fp8-rows gated", "fp8-blocks residual"),
     *("int4 gated", "int4 residual", "int8 residual"),
 )
-OTHERS = ("segments", "attention", "attention_with_rules", "attention_over_fp8", "layers", "log_sums")
+OTHERS = ("segments", "attention", "attention_with_rules", "attention_over_fp8", "trees", "layers", "log_sums")
 
 MACHINE_CODE = (
-    *(
-        "one row",
-        "many rows",
-        "many gated rows",
-        "fp8",
-        "decode",
-        "verify",
-        "short prefill",
-        "long prefill",
-        "wide heads",
-    ),
-    "experts",
+    *("one row", "many rows", "many gated rows", "fp8", "experts"),
+    *("decode", "verify", "tree", "short prefill", "long prefill", "wide heads"),
 )
 
 results = outcomes_of(__file__)
@@ -159,6 +149,18 @@ def check_attention_over_fp8() -> None:
     check_attention(((64, 3),), kv_dtype=torch.float8_e4m3fn)
 
 
+def check_trees() -> None:
+    from fixed_order_cases import check_trees as check
+
+    from fenceline.layers.attention import triton_backend
+    from fenceline.layers.attention.base import LayerRules
+
+    triton_backend._SEGMENT = 128
+    tree = [-1, 0, 0, 2, 1, 2, 4]
+    check(16, 5, tree, 125, dtype=torch.float16)
+    check(64, 1, tree, 61, dtype=torch.float16, rules=LayerRules(60, 2.0, torch.randn(6)))
+
+
 def check_layers() -> None:
     """What a token's layers compute besides dense products and attention: what lies between a router and the sum of
     experts, and rotation."""
@@ -226,6 +228,19 @@ def check_machine_code(name: str) -> None:
     kinds = {product.partition(".m64n")[0] for product in products if "fence" not in product and "group" not in product}
     assert kinds == {"wgmma.mma_async.sync.aligned"}, products
     assert not re.search(r"\bfma\.rn\.f32", ptx)
+    # Where programs share a sum, all threads have stored their part before one of them counts it, and none reads the
+    # parts before the count is known.
+    counts = list(re.finditer(r"\batom\.(\S+)", ptx))
+    assert len(counts) == (name in ("one row", "decode", "verify", "tree"))
+    for count in counts:
+        before, after = ptx[: count.start()], ptx[count.end() :]
+        assert "acq_rel" in count[1] and ".gpu" in f".{count[1]}", count[0]
+        assert before.rindex("bar.sync") > before.rindex("st.global")
+        assert after.index("bar.sync") < after.index("ld.global")
+    waits, launches = (ptx.count(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
+    assert waits == launches == ("PDL" in constants)
+    if waits:  # nothing is written before the preceding kernel has ended
+        assert "st.global" not in ptx[: ptx.index("griddepcontrol.wait")]
 
 
 def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]:
@@ -256,7 +271,7 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
     types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr"), "*i64") | dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32")
-    types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
+    types |= {"scale_log2": "fp32", "cap_log2": "fp32", "ancestors_ptr": "*i64"}
     wide = name == "wide heads"
     size = 256 if wide else 128
     constants = {"sinks_ptr": None, "NUM_KV_HEADS": 8, "HEAD_DIM": size, "DIM_PAD": size, "GROUP": 4, "PAGE_SIZE": 16}
@@ -271,7 +286,11 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     constants |= {
         "ancestors_ptr": None, "NUM_WORKERS": 33, "NUM_QUERIES": num_queries, "NUM_NODES": num_queries, "TREE": False,
         "ROWS": 64, "MERGED_ROWS": 4 * num_queries, "MAX_SEGMENTS": 160, "MERGE": 1, "PDL": True, "NUM_PREFETCHED": 2,
+        "PATHS": 0, "PATH_NODES": 0,
     }  # fmt: skip
+    if name == "tree":
+        del constants["ancestors_ptr"]
+        constants |= {"PATHS": 8, "PATH_NODES": 8}
     return decode_attention._decode_kernel, 8 if wide else 4, 2 if wide else 3, types, constants
 
 

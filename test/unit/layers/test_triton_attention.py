@@ -472,7 +472,15 @@ def compile_for(arch: str) -> None:
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "DIM_PAD": 128, "GROUP": 4, "PAGE_SIZE": 1}
     common |= {"BATCH_PAD": 64, "BLOCK_N": 64, "SEGMENT": 0, "WINDOW": 0, "CAPS": False, "SINKS": False}
     pdl = arch != "sm_80"
-    decode = {"NUM_WORKERS": 33, "MAX_SEGMENTS": 0, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 if pdl else 0}
+    decode = {
+        "NUM_WORKERS": 33,
+        "MAX_SEGMENTS": 0,
+        "PATHS": 0,
+        "PATH_NODES": 0,
+        "MERGE": 16,
+        "PDL": pdl,
+        "NUM_PREFETCHED": 2 if pdl else 0,
+    }
     one = {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "ROWS": 16, "MERGED_ROWS": 4}
     compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl)
     chain = one | {"NUM_QUERIES": 4, "NUM_NODES": 4, "MERGED_ROWS": 16}

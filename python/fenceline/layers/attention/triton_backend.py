@@ -33,6 +33,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 # At most this many workers for each multiprocessor: as many as can run on it at once, so that all end at the same time.
 _MAX_WORKERS_PER_SM = 4
 _FIXED_WORKERS_PER_SM = 2  # of tiles that always have 64 rows
+_FIXED_WORKSPACE_BYTES = 256 << 20  # there are fewer workers if their segments need more
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 
 
@@ -68,15 +69,15 @@ class TritonAttentionBackend(AttentionBackend):
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
             self._large_blocks = not self._wide and device.major in _LARGE_SHARED
-        self._segment, self._max_segments, group = 0, 0, 1
+        self._segment, self._max_segments, self._fixed_group = 0, 0, 1
         if fixed is not None:
-            longest, group = fixed[0] + _AHEAD, fixed[1] // keys.shape[1]
+            longest, self._fixed_group = fixed[0] + _AHEAD, fixed[1] // keys.shape[1]
             self._segment = _SEGMENT
             while longest > self._segment * _MOST_SEGMENTS:
                 self._segment *= 2
             self._max_segments = -(-longest // self._segment)
         self._workspaces: dict[tuple[tuple[int, int], int], DecodeWorkspace] = {}  # by tiles and rows that are merged
-        self.workspace = self._workspace(group)
+        self.workspace = self._workspace(self._fixed_group)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
@@ -96,8 +97,10 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         num_queries, group = inputs.tree.num_queries, inputs.num_heads // self._keys.shape[1]
-        config = self.verify_config(len(inputs.rows), num_queries, group)
-        workspace = self._workspace(num_queries * group)
+        config = self.verify_config(len(inputs.rows), num_queries, group, inputs.tree.ancestors is None)
+        # In a fixed order each query of a tree is a request of its own.
+        by_path = self._segment > 0 and inputs.tree.ancestors is not None
+        workspace = self._workspace(group if by_path else num_queries * group)
         return _DecodePlan(self, self.requests_of(inputs), workspace, config, inputs.tree)
 
     def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs) -> PagedRequests:
@@ -109,7 +112,7 @@ class TritonAttentionBackend(AttentionBackend):
         requests. A single request is limited by latency, and one worker merges all of its pieces, so these are few; all
         other batches get enough pipeline stages to keep the memory busy."""
         if self._segment:
-            return self._fixed_config(1)
+            return self._fixed_config(self._fixed_group)
         if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
         if self._wide:
@@ -122,11 +125,11 @@ class TritonAttentionBackend(AttentionBackend):
             return DecodeConfig(128, self._num_workers(1), 8, 5, self._launch_pdl)
         return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
 
-    def verify_config(self, batch: int, num_queries: int, group: int) -> DecodeConfig:
+    def verify_config(self, batch: int, num_queries: int, group: int, is_chain: bool = True) -> DecodeConfig:
         """How a verify step is divided. Each request has ``num_queries`` queries, and ``group`` query heads share a KV
         head. A tile of 16 rows takes as long as in decode."""
         if self._segment:
-            return self._fixed_config(query_tiles(num_queries * group, True)[0])
+            return self._fixed_config(num_queries * group if is_chain else group)
         tiles = query_tiles(num_queries * group)
         if tiles == _ONE_TILE:
             return self.decode_config(batch)
@@ -137,11 +140,11 @@ class TritonAttentionBackend(AttentionBackend):
             return DecodeConfig(32, num_workers, 8, 2, self._launch_pdl)
         return DecodeConfig(64, num_workers, 4, 3, self._launch_pdl)
 
-    def _fixed_config(self, num_tiles: int) -> DecodeConfig:
+    def _fixed_config(self, num_rows: int) -> DecodeConfig:
         """How any decode or verify step is divided in a fixed order: like a prefill, so that tiles of 64 rows are
         multiplied by the same instructions and rows are added up by as many threads."""
         block_n, num_warps, num_stages = self._fixed_blocks
-        num_workers = max(self._num_workers(_FIXED_WORKERS_PER_SM) // num_tiles, 1)
+        num_workers = self._workspace(num_rows).max_workers
         return DecodeConfig(block_n, num_workers, num_warps, num_stages, self._launch_pdl, segment=self._segment)
 
     @property
@@ -178,8 +181,12 @@ class TritonAttentionBackend(AttentionBackend):
         rows = min(1 << (num_rows - 1).bit_length(), tiles[1]) if fixed else tiles[1]
         if (tiles, rows) not in self._workspaces:
             per_sm = _FIXED_WORKERS_PER_SM if fixed else _MAX_WORKERS_PER_SM
-            max_workers = max(self._num_workers(per_sm) // tiles[0], 1)
             num_kv_heads, head_dim = self._keys.shape[1:]
+            max_workers = self._num_workers(per_sm) // tiles[0]
+            if fixed:
+                of_worker = 4 * tiles[0] * num_kv_heads * self._max_segments * rows * head_dim
+                max_workers = min(max_workers, _FIXED_WORKSPACE_BYTES // of_worker)
+            max_workers = max(max_workers, 1)
             self._workspaces[tiles, rows] = DecodeWorkspace(
                 num_kv_heads, head_dim, max_workers, self._keys.device, tiles, self._max_segments, rows
             )

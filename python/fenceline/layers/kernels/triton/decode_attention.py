@@ -28,7 +28,8 @@ With segments (``DecodeConfig.segment``) the bits of a result depend on the keys
 Requests are cut at multiples of ``segment`` tokens from their first token on. Each segment has a softmax of its own,
 and these are merged in order, after the sink: in registers if one worker has the whole request, otherwise by the worker
 that ends last. ``extend_attention`` does the same for the same segments. What a query does not see has no weight in
-either, exactly, so it makes no difference which other queries are beside it.
+either, exactly, so it makes no difference which other queries are beside it. A query of a tree is a request of its
+own then: its keys are read in the order of positions, which behind the prefix is that of its ancestors.
 """
 
 from __future__ import annotations
@@ -145,23 +146,27 @@ def decode_attention(
     are float32. A query that attends to no token (in a request shorter than its queries) gets finite numbers. One
     launch on the current stream, which a graph may capture; no host synchronisation.
 
-    With ``config.launch_pdl``, ``requests`` and the slots of all tokens except each request's queries may be read
-    before the preceding kernel has ended. So of this function's inputs, that kernel may write only q and the queries'
-    slots. If it lets its dependents start early, it must do so after its own wait, so that all kernels before it have
-    ended. ``rotate_and_store`` is such a kernel, and so is every kernel that does not use dependent launches.
+    With ``config.launch_pdl``, ``requests``, the masks of ``tree`` and the slots of all tokens except each request's
+    queries may be read before the preceding kernel has ended. So of this function's inputs, that kernel may write only
+    q and the queries' slots. If it lets its dependents start early, it must do so after its own wait, so that all
+    kernels before it have ended. ``rotate_and_store`` is such a kernel, and so is every kernel that does not use
+    dependent launches.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
-    batch = len(requests.rows)
-    assert q.shape[0] == batch * tree.num_queries, (q.shape, batch, tree.num_queries)
+    batch, num_queries, num_nodes = len(requests.rows), tree.num_queries, tree.num_nodes
+    assert q.shape[0] == batch * num_queries, (q.shape, batch, num_queries)
     assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert requests.rows.shape == requests.seq_lens.shape == (batch,)
     assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
     assert 1 <= config.num_workers <= workspace.max_workers, (config, workspace.max_workers)
-    num_tiles, rows = tiles = query_tiles(tree.num_queries * group, config.segment > 0)
+    paths = num_queries if config.segment and tree.ancestors is not None else 0
+    if paths:
+        num_queries = 1
+    num_tiles, rows = tiles = query_tiles(num_queries * group, config.segment > 0)
     assert workspace.shape == (num_kv_heads, head_dim, tiles), (workspace.shape, k_cache.shape, tiles)
     assert requests.page_table.dtype == torch.int32 and requests.page_table.stride(1) == 1
     assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
@@ -172,17 +177,20 @@ def decode_attention(
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dim_pad = padded_head_dim(head_dim)
-    merged_rows = min(triton.next_power_of_2(tree.num_queries * group), rows)
+    merged_rows = min(triton.next_power_of_2(num_queries * group), rows)
+    if paths:
+        batch, num_nodes = batch * paths, 1
     if config.segment:
-        assert config.segment % config.block_n == 0 and tree.ancestors is None
+        assert config.segment % config.block_n == 0
         assert workspace.segments and workspace.rows == merged_rows, (workspace.segments, workspace.rows)
     _decode_kernel[(num_tiles * num_kv_heads, config.num_workers)](
         q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors,
         sinks, workspace.partial, workspace.stats, workspace.num_done,
         batch, scale * _LOG2_E, rules.soft_cap * _LOG2_E, q.stride(0), requests.page_table.stride(0),
         NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=group,
-        NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes, TREE=tree.ancestors is not None, ROWS=rows,
-        WINDOW=window, CAPS=rules.soft_cap != 0, SINKS=sinks is not None,
+        NUM_QUERIES=num_queries, NUM_NODES=num_nodes, TREE=tree.ancestors is not None and not paths, ROWS=rows,
+        PATHS=paths, PATH_NODES=tree.num_nodes if paths else 0, WINDOW=window, CAPS=rules.soft_cap != 0,
+        SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
         SEGMENT=config.segment, MAX_SEGMENTS=workspace.segments,
         MERGE=max(config.merge_elements * config.num_warps // (merged_rows * dim_pad), 1),
@@ -209,7 +217,7 @@ def _decode_kernel(
     stats_ptr, num_done_ptr, batch, scale_log2, cap_log2, q_stride, page_table_stride,
     NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
+    PATHS: tl.constexpr, PATH_NODES: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
     NUM_PREFETCHED: tl.constexpr,
@@ -226,14 +234,18 @@ def _decode_kernel(
     # Before the wait the kernel may write nothing, and may not read what the preceding kernel writes.
     if BATCH_PAD == 1:  # no search is needed, which lowers the latency of a single request
         request, request_first = 0, 0
-        seq_len = tl.load(seq_lens_ptr).to(tl.int32)
-        table_row = tl.load(rows_ptr)
+        seq_len, table_row, path = _request(seq_lens_ptr, rows_ptr, ancestors_ptr, request, PATHS, PATH_NODES)
         total = _num_units(seq_len, NUM_NODES, WINDOW, UNIT)
         stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
         unit = worker * stretch
     else:
         ids = tl.arange(0, BATCH_PAD)
-        seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
+        if PATHS > 0:
+            known = tl.minimum(ids, batch - 1)
+            seq_lens, _, _ = _request(seq_lens_ptr, rows_ptr, ancestors_ptr, known, PATHS, PATH_NODES)
+            seq_lens = tl.where(ids < batch, seq_lens, 0)
+        else:
+            seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
         num_blocks = _num_units(seq_lens, NUM_NODES, WINDOW, UNIT)
         total = tl.sum(num_blocks, 0)
         stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
@@ -241,8 +253,7 @@ def _decode_kernel(
         ends = tl.cumsum(num_blocks, 0)
         request = tl.minimum(tl.sum((ends <= unit).to(tl.int32), 0), batch - 1)
         request_first = tl.max(tl.where(ends <= unit, ends, 0), 0)
-        seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
-        table_row = tl.load(rows_ptr + request)
+        seq_len, table_row, path = _request(seq_lens_ptr, rows_ptr, ancestors_ptr, request, PATHS, PATH_NODES)
     last_unit = tl.minimum(unit + stretch, total)
     if NUM_PREFETCHED > 0:
         first_block, end_block = _blocks(unit, last_unit, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N)
@@ -272,8 +283,9 @@ def _decode_kernel(
         request_end = request_first + _num_units(seq_len, NUM_NODES, WINDOW, UNIT)
         stop = tl.minimum(last_unit, request_end)
         next_request = tl.minimum(request + 1, batch - 1)
-        next_seq_len = tl.load(seq_lens_ptr + next_request).to(tl.int32)
-        next_table_row = tl.load(rows_ptr + next_request)
+        next_seq_len, next_table_row, next_path = _request(
+            seq_lens_ptr, rows_ptr, ancestors_ptr, next_request, PATHS, PATH_NODES
+        )
         first_query = tl.cast(request, tl.int64) * NUM_QUERIES
         q = tl.load(q_ptr + first_query * q_stride + q_offsets, mask=row_live, other=0.0)
         if TREE:
@@ -296,9 +308,9 @@ def _decode_kernel(
                 )  # fmt: skip
                 part, part_top, part_norm = _attend(
                     q, queries, ancestors, tl.full([ROWS], _NO_SCORE, tl.float32), tl.zeros([ROWS], tl.float32),
-                    k_head, v_head, table, first_block, end_block, seq_len, scale_log2, cap_log2,
-                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE,
-                    BLOCK_N,
+                    k_head, v_head, table, first_block, end_block, seq_len, path, scale_log2, cap_log2,
+                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, PATH_NODES, ROWS, WINDOW, CAPS,
+                    PAGE_SIZE, BLOCK_N,
                 )  # fmt: skip
                 piece = _segment_piece(
                     lane, request_first // stretch, segment - request_first, NUM_WORKERS, MAX_SEGMENTS
@@ -311,9 +323,10 @@ def _decode_kernel(
         else:
             first_block, end_block = _blocks(unit, stop, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N)
             acc, top, norm = _attend(
-                q, queries, ancestors, top, norm, k_head, v_head, table, first_block, end_block, seq_len,
+                q, queries, ancestors, top, norm, k_head, v_head, table, first_block, end_block, seq_len, path,
                 scale_log2, cap_log2,
-                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, 0, ROWS, WINDOW, CAPS, PAGE_SIZE,
+                BLOCK_N,
             )  # fmt: skip
         out_row = out_ptr + first_query * out_stride
         if (unit == request_first) & (stop == request_end):
@@ -346,7 +359,34 @@ def _decode_kernel(
                     )  # fmt: skip
         unit = stop
         request, request_first = next_request, request_end
-        seq_len, table_row = next_seq_len, next_table_row
+        seq_len, table_row, path = next_seq_len, next_table_row, next_path
+
+
+@triton.jit
+def _request(
+    seq_lens_ptr, rows_ptr, ancestors_ptr, request, PATHS: tl.constexpr, PATH_NODES: tl.constexpr
+):  # fmt: skip
+    """A request's length and row of the page table. With PATHS each query of a tree is one, of the length that it would
+    have without the tree's other branches, and its path is the bits of its ancestors and itself."""
+    if PATHS > 0:
+        own = (PATH_NODES - PATHS + request % PATHS).to(tl.int64)
+        path = tl.load(ancestors_ptr + request) | (tl.full([], 1, tl.int64) << own)
+        if PATH_NODES < 64:
+            path = path & ((1 << PATH_NODES) - 1)
+        seq_len = tl.load(seq_lens_ptr + request // PATHS).to(tl.int32)
+        seq_len = tl.maximum(seq_len - PATH_NODES + _count_path(path), 1)  # a padded request is shorter than its tree
+        table_row = tl.load(rows_ptr + request // PATHS)
+    else:
+        path = tl.full([], 0, tl.int64)
+        seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+        table_row = tl.load(rows_ptr + request)
+    return seq_len, table_row, path
+
+
+@triton.jit
+def _count_path(path):
+    """How many bits of ``path`` are set, int32."""
+    return (_count_bits(path & 0xFFFFFFFF) + _count_bits((path >> 32) & 0xFFFFFFFF)).to(tl.int32)
 
 
 @triton.jit
@@ -423,11 +463,11 @@ def _prefetch_sectors(pointers, live):
 
 @triton.jit
 def _attend(
-    q, queries, ancestors, top, norm, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len,
+    q, queries, ancestors, top, norm, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, path,
     scale_log2, cap_log2,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_QUERIES: tl.constexpr,
-    NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_NODES: tl.constexpr, TREE: tl.constexpr, PATH_NODES: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [ROWS, DIM_PAD] over some blocks of a request → sums [ROWS, DIM_PAD], largest scores [ROWS] and
     norms [ROWS]. The latter two start with the values of ``top`` and ``norm``. Row r is query ``queries[r]`` with the
@@ -441,7 +481,7 @@ def _attend(
             above = ancestors & ~own_bit
             if NUM_NODES < 64:
                 above = above & ((1 << NUM_NODES) - 1)
-            depths = (_count_bits(above & 0xFFFFFFFF) + _count_bits((above >> 32) & 0xFFFFFFFF)).to(tl.int32)
+            depths = _count_path(above)
         else:
             depths = NUM_NODES - NUM_QUERIES + queries
     for block in tl.range(first_block, last_block):
@@ -449,7 +489,17 @@ def _attend(
         live = positions < seq_len
         if WINDOW > 0:
             live = live & (positions >= _first_visible(seq_len, NUM_NODES, WINDOW))
-        slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
+        if PATH_NODES > 0:
+            prefix = seq_len - _count_path(path)
+            places = positions
+            for node in tl.static_range(PATH_NODES):
+                depth = _count_path(path & ((1 << node) - 1))
+                is_there = (((path >> node) & 1) != 0) & (positions == prefix + depth)
+                places = tl.where(is_there, prefix + node, places)
+            pages = tl.load(table_ptr + places // PAGE_SIZE, mask=live, other=0)
+            slots = pages.to(tl.int64) * PAGE_SIZE + places % PAGE_SIZE
+        else:
+            slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
         wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
         k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)

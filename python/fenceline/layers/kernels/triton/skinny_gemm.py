@@ -25,6 +25,7 @@ from fenceline.layers.kernels.triton.rms_norm import rms_norm
 
 MAX_ROWS = 128
 MAX_SPLIT_TILES = 1 << 14  # of a product whose K is split over programs
+_MAX_WIDE_ROWS = 32  # of a tile in float32, which the tensor core does not multiply
 _MAX_SEGMENTS = 8
 _MANY_TILES = 160  # so many programs keep a large GPU busy
 _FEW_TILES = 64  # of several blocks of rows: so many leave half of it idle
@@ -228,7 +229,8 @@ def _multiply_rows(
     (num_rows, k), num_out = x.shape, out.shape[1]
     if num_rows == 0:
         return
-    rows, segments = min(max(16, triton.next_power_of_2(num_rows)), MAX_ROWS), 0
+    most = MAX_ROWS if fixed is None or x.element_size() < 4 else _MAX_WIDE_ROWS
+    rows, segments = min(max(16, triton.next_power_of_2(num_rows)), most), 0
     tiles, row_blocks, programs = triton.cdiv(num_out, config.block_n), triton.cdiv(num_rows, rows), 1
     partial = out
     if fixed is not None:
