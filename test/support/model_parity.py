@@ -434,6 +434,7 @@ class PagedModel:
         ]
         out_slots = self._tensor(np.concatenate(slots))
         seq_lens = np.array([end for *_, end in work], dtype=np.int64)
+        starts = np.cumsum([0, *map(len, spans)]).astype(np.int32)
         inputs = AttentionInputs(
             mode=mode,
             page_table=self._tensor(self.page_table),
@@ -441,6 +442,7 @@ class PagedModel:
             seq_lens=self._tensor(seq_lens),
             seq_lens_cpu=seq_lens,
             query_lens_cpu=np.array([len(span) for span in spans], dtype=np.int64),
+            query_starts=self._tensor(starts),
         )
         return ForwardBatch(
             mode=mode,

@@ -34,7 +34,7 @@ PRODUCTS = (
     *("dense norm", "dense gated", "dense residual", "fp8-rows gated", "fp8-blocks residual"),
     *("int4 gated", "int4 residual", "int8 residual"),
 )
-OTHERS = ("segments", "attention", "attention_with_rules", "attention_over_fp8", "trees", "layers", "log_sums")
+OTHERS = ("segments", "attention", "attention_with_rules", "attention_over_fp8", "trees", "layers", "log_sums", "model")
 
 MACHINE_CODE = (
     *("one row", "many rows", "many gated rows", "fp8", "experts"),
@@ -192,6 +192,41 @@ def check_layers() -> None:
     whole = tokens(slice(None))
     for rows in (slice(5, 6), slice(20, 37)):
         assert all(torch.equal(part, all_of_it[rows]) for part, all_of_it in zip(tokens(rows), whole, strict=True))
+
+
+def check_model() -> None:
+    """A whole model in float16: the logits of a prompt's tokens, in chunks and steps and beside another request."""
+    import tempfile
+    from pathlib import Path
+
+    from model_parity import CONTEXT, PagedModel, save_checkpoint
+
+    from fenceline.layers import cuda_layers
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.context import LayerContext, Shard
+    from fenceline.layers.forward_batch import ForwardMode
+
+    device, dtype = torch.device("cpu"), torch.float16
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)  # type: ignore[assignment]
+    multiply, workspace = cuda_layers.find_fixed_product(device)
+    dense = partial(cuda_layers.FixedDenseWeight, dtype=dtype, multiply=multiply)
+    context = LayerContext(Shard(), cuda_layers.CudaLayerKernels(device, workspace), dtype, dense)
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint("qwen3", Path(folder))
+        ours = PagedModel(Path(folder), 16, "cpu", context=context)
+    heads = ours.config.num_heads
+    ours.backend = TritonAttentionBackend(ours.pool, rules=ours.model.attention_rules, fixed=(CONTEXT, heads))
+    prompt, other = torch.randint(0, 100, (2, 40))
+    [whole] = ours.step([(0, prompt, 0, 40)], ForwardMode.EXTEND)
+    assert whole.isfinite().all()
+    parts = [ours.step([(2, other, 0, 7), (1, prompt, 0, 20)], ForwardMode.EXTEND)[1]]
+    parts += ours.step([(1, prompt, 20, 38)], ForwardMode.EXTEND)
+    parts += [ours.step([(1, prompt, i, i + 1), (2, other, i - 31, i - 30)], ForwardMode.DECODE)[0] for i in (38, 39)]
+    assert torch.equal(torch.cat(parts), whole)
+    few, cuda_layers.fixed_linear = cuda_layers.fixed_linear, lambda x, *given, **more: few(x, *given, **more) * len(x)
+    with pytest.raises(ValueError, match="depends on the number of rows; leave it out"):
+        cuda_layers.find_fixed_product(device)
+    cuda_layers.fixed_linear = few
 
 
 def check_log_sums() -> None:
