@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from random import Random
 from typing import NamedTuple, TypeVar
 from weakref import ref
@@ -117,15 +117,9 @@ class VirtualGpu:
         """A queue between threads of the host."""
         return Channel(self.rotation, self.findings)
 
-    @contextmanager
-    def on(self, stream: VirtualStream) -> Iterator[None]:
+    def on(self, stream: VirtualStream) -> AbstractContextManager[None]:
         """Inside, torch operations of this thread go to ``stream``."""
-        thread = self.thread
-        before, thread.current = thread.current, stream
-        try:
-            yield
-        finally:
-            thread.current = before
+        return _holding(self.thread, "current", stream)
 
     def history_of(self, agent: int, index: int) -> Operation:
         """The ``index``-th action (from 1) of an agent."""
@@ -195,26 +189,13 @@ class VirtualGpu:
         tag.name, tag.is_exclusive, tag.device = name, True, self.thread.device
         return tag
 
-    @contextmanager
-    def using(self, resource: Tag) -> Iterator[None]:
+    def using(self, resource: Tag) -> AbstractContextManager[None]:
         """Inside, everything that this thread submits uses ``resource`` and must be ordered with its other users."""
-        thread = self.thread
-        before = thread.resources
-        thread.resources = (*before, whole(resource))
-        try:
-            yield
-        finally:
-            thread.resources = before
+        return _holding(self.thread, "resources", (*self.thread.resources, whole(resource)))
 
-    @contextmanager
-    def submitting_for(self, purpose: Purpose) -> Iterator[None]:
+    def submitting_for(self, purpose: Purpose) -> AbstractContextManager[None]:
         """Inside, ``purpose.ran`` is called for each operation that this thread submits, after each of its runs."""
-        thread = self.thread
-        before, thread.purpose = thread.purpose, purpose
-        try:
-            yield
-        finally:
-            thread.purpose = before
+        return _holding(self.thread, "purpose", purpose)
 
     @property
     def races(self) -> list[RaceError]:
@@ -540,6 +521,17 @@ class Allocation:
         gpu = self._gpu()
         if gpu is not None:
             gpu.released(self.tag, self._stream)
+
+
+@contextmanager
+def _holding(thread: HostThread, name: str, value: object) -> Iterator[None]:
+    """Inside, the attribute ``name`` of ``thread`` is ``value``."""
+    before = getattr(thread, name)
+    setattr(thread, name, value)
+    try:
+        yield
+    finally:
+        setattr(thread, name, before)
 
 
 def unopened(op: Operation, tag: Tag) -> PeerError:

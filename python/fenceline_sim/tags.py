@@ -257,21 +257,15 @@ class Step:
 
     def ran(self, op: Operation) -> None:
         tags = self._tags
-        for access in op.reads:
+        for access, writes in (*((read, False) for read in op.reads), *((write, True) for write in op.writes)):
             memory = tags.memories.get(access.tag)
             if memory is not None:
                 slots = memory.slots(access)
-                self._check_declared(op, memory, slots, False)
-                self._read(op, memory, slots)
-        for access in op.writes:
-            memory = tags.memories.get(access.tag)
-            if memory is not None:
-                slots = memory.slots(access)
-                self._check_declared(op, memory, slots, True)
-                self._write(op, memory, slots)
-            elif access.tag is tags.page_table:
+                self._check_declared(op, memory, slots, writes)
+                (self._write if writes else self._read)(op, memory, slots)
+            elif writes and access.tag is tags.page_table:
                 self._enter_pages(op, access)
-            elif access.tag is tags.last_tokens:
+            elif writes and access.tag is tags.last_tokens:
                 self._sample(op, access)
 
     def _prefixes(self, seq: Seq, part: int) -> I64:
