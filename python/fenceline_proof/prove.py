@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fenceline_proof.campaign import Plan
     from fenceline_proof.table import Proof
 
-_DEFAULT_SEEDS = 136  # two rounds
 _SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
 
@@ -36,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop making runs after this time")
     parser.add_argument(
         "--seeds", type=int, metavar="N",
-        help=f"runs of the intact engine; {_DEFAULT_SEEDS}, or what --budget allows, unless given",
+        help="runs of the intact engine; two rounds of all workloads, or what --budget allows, unless given",
     )  # fmt: skip
     parser.add_argument(
         "--seeds-per-edge", type=int, metavar="N",
@@ -96,7 +95,9 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
     if args.write_docs and not everything:
         parser.error("--write-docs: needs a run of everything, without --edge and --workload")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
-    num_intact = _DEFAULT_SEEDS if args.seeds is None and args.budget is None else args.seeds
+    num_intact = args.seeds
+    if num_intact is None and args.budget is None:
+        num_intact = sum(1 + workload.share for workload in WORKLOADS.values())
     num_per_arm = args.seeds_per_edge or max(_SEEDS_PER_ARM, (num_intact or 0) // 40)
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0

@@ -22,6 +22,7 @@ from fenceline_proof.campaign import Plan, carry_out, undeclared_sites
 from fenceline_proof.events import EVENTS
 from fenceline_proof.runs import HAPPENS_BEFORE, Outcome, Trial, explain, run
 from fenceline_proof.table import Proof, record
+from fenceline_proof.workloads import WORKLOADS
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import TagError
 
@@ -91,7 +92,8 @@ def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     proof = json.loads(result.read_text())
-    assert proof["clean"] and proof["intact"]["seeds"] >= 136 and not proof["intact"]["failures"]
+    assert proof["clean"] and not proof["intact"]["failures"]
+    assert proof["intact"]["seeds"] >= sum(1 + workload.share for workload in WORKLOADS.values())
     assert set(proof["events"]) == set(EVENTS) and all(proof["events"].values())
     assert proof["intact"]["by_workload"]["everything"] >= 20 and proof["intact"]["close"] <= 2
     assert proof["never_met"] == [] and {pair["edge"] for pair in proof["pairs"]} == set(EDGES)
