@@ -202,9 +202,9 @@ class _Comparison:
         if self._refused:
             right = reason is not None and reason.type == "abort" and reason.status_code == 400
             return "" if right and not exchange.tokens else "is not refused though it does not fit"
-        wrong = self._counts()
-        values = "" if wrong else self._tokens(reason) or self._output_logprobs() or self._input_logprobs(reason)
-        return wrong or ("" if self._answer.num_near_ties else values)
+        tokens, counts = self._tokens(reason), self._counts()
+        logprobs = "" if tokens or counts else self._output_logprobs() or self._input_logprobs(reason)
+        return counts if self._answer.num_near_ties else tokens or counts or logprobs
 
     def _counts(self) -> str:
         said, num_prompt = 0, len(self._query.prompt)

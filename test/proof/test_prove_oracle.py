@@ -448,8 +448,7 @@ def test_the_workloads_of_this_page_are_clean(name: str) -> None:
 def test_a_wrong_decision_is_found_with_its_request_and_token(
     plant: Callable[[pytest.MonkeyPatch], None], workload: str, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all of them the same decisions executed again say nothing: they are carried out as they were taken. The
-    scheduler's own assertions know some of them first."""
+    """The scheduler's own assertions know some of them first."""
     plant(monkeypatch)
     outcome = _first_failure(workload, 16)
     assert outcome is not None and outcome.checker in (ANSWERS, INVARIANTS), outcome and outcome.report
