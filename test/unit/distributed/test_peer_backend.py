@@ -316,6 +316,8 @@ def test_rows_of_one_shot_are_summed_and_normed_in_one_launch(monkeypatch: pytes
         before = given.clone()
         assert backend.all_reduce_add_norm(given, torch.zeros_like(given), scale, 1e-6) is None
         assert torch.equal(given, before)
+    without = PeerBackend(FakeNccl(), CPU, fuses_norm=False)  # type: ignore[arg-type]
+    assert without.all_reduce_add_norm(x, residual, weight, 1e-6) is None
 
 
 def test_without_peer_access_everything_goes_through_nccl(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,8 +167,10 @@ def check_layers() -> None:
     experts, and rotation."""
     from fenceline.config.families import ExpertsConfig
     from fenceline.layers import cuda_layers
+    from fenceline.layers.context import LayerContext, Shard
     from fenceline.layers.kernels.base import HeadLayout, QKNorm
     from fenceline.layers.kernels.triton.skinny_gemm import SplitWorkspace
+    from fenceline.layers.linear import ColumnPart, WideNorm
 
     torch.cuda.get_device_capability = lambda device=None: (8, 0)  # type: ignore[assignment]
     kernels = cuda_layers.CudaLayerKernels(torch.device("cpu"), SplitWorkspace(torch.device("cpu")))
@@ -189,6 +192,13 @@ def check_layers() -> None:
         kernels.rotate_and_store(rotated, heads, norms, table, torch.arange(num_tokens)[rows], *caches, slots)
         return routing.ids, routing.weights, summed, rotated, caches[:, slots].transpose(0, 1)
 
+    added = SimpleNamespace(all_reduce=lambda squares: squares * 2)  # the other rank brings the same
+    context = LayerContext(Shard(0, 2, added), kernels, torch.float16, None)  # type: ignore[arg-type]
+    wide = WideNorm("q_norm", ColumnPart("q_proj", 2 * k, k, 0), 1e-6, context)
+    wide.weight.fill_(1.0)
+    normed = wide.forward(x)
+    torch.testing.assert_close(normed, F.rms_norm(x.float(), (k,), eps=1e-6).half(), atol=2e-3, rtol=0)
+    assert torch.equal(wide.forward(x[9:12]), normed[9:12])
     whole = tokens(slice(None))
     for rows in (slice(5, 6), slice(20, 37)):
         assert all(torch.equal(part, all_of_it[rows]) for part, all_of_it in zip(tokens(rows), whole, strict=True))
@@ -266,7 +276,7 @@ def check_machine_code(name: str) -> None:
     # Where programs share a sum, all threads have stored their part before one of them counts it, and none reads the
     # parts before the count is known.
     counts = list(re.finditer(r"\batom\.(\S+)", ptx))
-    assert len(counts) == (name in ("one row", "decode", "verify", "tree"))
+    assert len(counts) == (name in ("one row", "decode", "verify", "tree", "wide heads"))
     for count in counts:
         before, after = ptx[: count.start()], ptx[count.end() :]
         assert "acq_rel" in count[1] and ".gpu" in f".{count[1]}", count[0]

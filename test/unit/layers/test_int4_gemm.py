@@ -311,7 +311,7 @@ def check_machine_code(name: str) -> None:
     """The left side of each product is in registers, and all products of a block have ended before the registers are
     written again: a loop carries no product over its end."""
     sizes = VARIANTS[name]
-    for constants in ({}, {"REORDERED": True}, {"SPLIT": 2, "PROGRAMS": 2, "GATED": False, "ADD": True}):
+    for constants in ({}, {"REORDERED": True}, {"SPLIT": 2, "PROGRAMS": 2, "GATED": False, "ADD": True}, {"SPLIT": 4}):
         ptx = ptx_of(sizes, **constants)
         products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)\S*\s+\{[^}]*\},\s*(\S)", ptx)
         assert len(products) == sizes[2] // 16, products
