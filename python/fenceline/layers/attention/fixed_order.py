@@ -17,61 +17,64 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.attention.base import NO_RULES, LayerRules
-from fenceline.layers.attention.reference import ReferenceAttentionBackend, ReferencePlan, Requests, slots_of
+from fenceline.layers.attention.reference import SINK_SLOT, ReferenceAttentionBackend, ReferencePlan, Requests, slots_of
 from fenceline.layers.kernels.fixed_order import try_products
 from fenceline.mem_cache.kv_pool import KVPool
 
 _SEGMENT = 64
-_ROWS = 32
+_ROWS = 16
 
 
 class _FixedOrderPlan(ReferencePlan):
     def prepare(self) -> None:
-        self._reads = [
-            some.reads(self._kv_pool.page_size, self._window, _SEGMENT)
-            if some.tree.ancestors is None
-            else _paths(some, some.tree.ancestors, self._kv_pool.page_size, self._window)
-            for some in self._requests
-        ]
+        """Of each request whole segments are gathered; its last one ends with the sink's tokens, which are hidden."""
+        self._reads = []
+        for some in self._requests:
+            if some.tree.ancestors is None:
+                slots, visible = some.reads(self._kv_pool.page_size, self._window, _SEGMENT)
+            else:
+                slots, visible = _paths(some, some.tree.ancestors, self._kv_pool.page_size, self._window)
+            missing = (0, -slots.shape[1] % _SEGMENT)
+            self._reads.append((F.pad(slots, missing, value=SINK_SLOT), F.pad(visible, missing)))
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, rules: LayerRules
     ) -> torch.Tensor:
-        more_rows, more_tokens = -q.shape[2] % _ROWS, -k.shape[2] % _SEGMENT
-        visible = F.pad(visible, (0, more_tokens, 0, more_rows))
-        k, v = (F.pad(x.float(), (0, 0, 0, more_tokens)).contiguous().unflatten(2, (-1, _SEGMENT)) for x in (k, v))
-        sinks = None if rules.sinks is None else F.pad(rules.sinks, (0, more_rows)).split(_ROWS, -1)
+        hidden = ~visible.unflatten(3, (-1, _SEGMENT)).transpose(2, 3)
+        k, v = (x.new_empty(x.shape, dtype=torch.float32).copy_(x).unflatten(2, (-1, _SEGMENT)) for x in (k, v))
         outputs = []
-        for number, rows in enumerate(F.pad(q.float(), (0, 0, 0, more_rows)).split(_ROWS, 2)):
-            mask = visible[:, :, number * _ROWS : (number + 1) * _ROWS]
-            sink = None if sinks is None else sinks[number]
-            outputs.append(_attend_tile(rows, k, v, mask, scale, rules.soft_cap, sink))
-        return torch.cat(outputs, 2)[:, :, : q.shape[2]].to(q.dtype)
+        for first in range(0, q.shape[2], _ROWS):
+            rows = slice(first, first + _ROWS)
+            sinks = None if rules.sinks is None else rules.sinks[:, rows]
+            tile = q[:, :, rows].float()
+            outputs.append(_attend_tile(tile, k, v, hidden[..., rows, :], scale, rules.soft_cap, sinks))
+        return torch.cat(outputs, 2).to(q.dtype)
 
 
 def _attend_tile(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    visible: torch.Tensor,
+    hidden: torch.Tensor,
     scale: float,
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [G, heads, _ROWS, head_dim] over k and v [G, heads, segments, _SEGMENT, head_dim] → like q, all in float32.
-    ``visible`` [G, 1, _ROWS, tokens]; sinks [heads, _ROWS]. Rows that see nothing are undefined."""
-    num_segments, (_, _, _, head_dim) = k.shape[2], q.shape
-    tiles = q.unsqueeze(2).expand(-1, -1, num_segments, -1, -1).reshape(-1, _ROWS, head_dim)
-    scores = (tiles @ k.flatten(0, 2).transpose(1, 2)).view(*k.shape[:3], _ROWS, _SEGMENT).mul_(scale)
+    """At most ``_ROWS`` rows of q [G, heads, rows, head_dim] over k and v [G, heads, segments, _SEGMENT, head_dim] →
+    like q, all in float32. ``hidden`` [G, 1, segments, rows, _SEGMENT]; sinks [heads, rows]."""
+    num_rows, num_segments = q.shape[2], k.shape[2]
+    to_tile = (0, 0, 0, _ROWS - num_rows)  # only products need whole tiles
+    tiles = F.pad(q, to_tile).unsqueeze(2).expand(-1, -1, num_segments, -1, -1).flatten(0, 2)
+    products = (tiles @ k.flatten(0, 2).transpose(1, 2)).unflatten(0, k.shape[:3])
+    scores = products[..., :num_rows, :] * scale
     if soft_cap:
         scores = torch.tanh(scores / soft_cap) * soft_cap
-    hidden = ~visible.unflatten(3, (num_segments, _SEGMENT)).transpose(2, 3)
     scores.masked_fill_(hidden, float("-inf"))
     largest = scores.amax((2, 4))
     if sinks is not None:
         largest = torch.maximum(largest, sinks)
     weights = scores.sub_(largest[:, :, None, :, None]).exp_()
-    parts = (weights.flatten(0, 2) @ v.flatten(0, 2)).view(*k.shape[:3], _ROWS, -1)
+    parts = (F.pad(weights, to_tile).flatten(0, 2) @ v.flatten(0, 2)).unflatten(0, k.shape[:3])[..., :num_rows, :]
     sums, total = torch.zeros_like(parts[:, :, 0]), torch.zeros_like(largest)
     for part, part_total in zip(parts.unbind(2), weights.sum(-1).unbind(2), strict=True):
         sums += part

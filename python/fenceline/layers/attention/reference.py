@@ -32,7 +32,7 @@ _GATHER_BYTES = 256 << 20  # of keys and values that are gathered at once
 _GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this many times as much
 _QUERY_BLOCK = 128  # queries of a request that are computed at once
 # Tokens past a request's end are read from the sink page, never from one that may belong to another request by now.
-_SINK_SLOT = 0
+SINK_SLOT = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ def slots_of(
     """The slots [G, tokens] int32 of ``positions`` [G, tokens] of ``rows`` [G]; the sink's where not ``valid``."""
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     pages = page_table.index_select(0, rows).gather(1, columns)
-    return (pages * page_size + positions % page_size).masked_fill(~valid, _SINK_SLOT).int()
+    return (pages * page_size + positions % page_size).masked_fill(~valid, SINK_SLOT).int()
 
 
 def _visible(tree: QueryTree, nodes: torch.Tensor, window: int | None) -> torch.Tensor:
