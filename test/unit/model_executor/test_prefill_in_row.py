@@ -128,7 +128,7 @@ def test_a_prompt_left_half_way_gives_its_memory_back(
     half_way: list[str] = []
     retract = scheduler.population.retract
 
-    def recording(req: Req) -> None:
+    def recording(req: Req, cause: str) -> None:
         half_way.append(
             "half-way"
             if req is scheduler.population.chunked
@@ -136,7 +136,7 @@ def test_a_prompt_left_half_way_gives_its_memory_back(
             if scheduler.population.chunked
             else "running"
         )
-        retract(req)
+        retract(req, cause)
 
     monkeypatch.setattr(scheduler.population, "retract", recording)
     running = [request(f"r{i}", [i + 1] * 5, max_new_tokens=60, ignore_eos=True) for i in range(num_running)]
