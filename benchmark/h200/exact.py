@@ -517,7 +517,6 @@ def run(args: argparse.Namespace) -> int:
             name
             for name, flags in all_flags.items()
             if name != "replicas"  # needs as many GPUs
-            and (args.device == "cpu" or name != "eagle3_tree")  # refused on a GPU
             and all((folder / word.lower()).is_dir() for word in flags if word in ("EAGLE3", "NEXTN"))
         ]
         first = args.seed % len(possible)  # another piece begins elsewhere
