@@ -78,6 +78,7 @@ def test_ids_texts_and_lengths_are_compared_too() -> None:
     longer = answer()
     longer["output_ids"].append(3)
     assert compare(0, ASK, [answer()], [longer])[1] is not None
+    assert compare(0, ASK, [answer()], [answer(), answer()])[1] is not None
 
 
 def test_of_an_aborted_answer_the_beginning_is_compared() -> None:
