@@ -194,10 +194,10 @@ def test_logprobs(vocab_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(40, vocab_size, device="cuda") * 4).to(dtype)
     ids = torch.randint(0, vocab_size, (40,), device="cuda")
-    whole = token_logprobs(logits, ids, 20)
+    whole = token_logprobs(logits, ids, 20, fixed_order=True)
     torch.testing.assert_close(whole.chosen, logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0])
     for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(39, 40)):
-        part = token_logprobs(logits[rows], ids[rows], 20)
+        part = token_logprobs(logits[rows], ids[rows], 20, fixed_order=True)
         assert torch.equal(part.chosen, whole.chosen[rows]) and torch.equal(part.top_ids, whole.top_ids[rows])
         assert torch.equal(part.top_logprobs, whole.top_logprobs[rows])
 

@@ -81,7 +81,9 @@ class ExtendRunner:
         num_sampled = len(batch.sampling)
         prompts = None
         if "prompt_targets" in views:
-            prompts = _score_prompts(batch, views, self._parts.model.lm_head.whole_logits(values[num_sampled:]))
+            fixed_order = self._parts.config.server_args.enable_deterministic_inference
+            whole = self._parts.model.lm_head.whole_logits(values[num_sampled:])
+            prompts = _score_prompts(batch, views, whole, fixed_order)
         if not num_sampled:
             none = torch.empty(0, dtype=torch.int64, device=self._parts.device.torch_device)
             return Logits(tokens=none, prompt_logprobs=prompts, extended=extended)
@@ -110,14 +112,14 @@ class ExtendRunner:
                 self._parts.sampler.begin_request(row, prompt, output)
 
 
-def _score_prompts(batch: StepBatch, views: Views, logits: torch.Tensor) -> OutputLogprobs:
+def _score_prompts(batch: StepBatch, views: Views, logits: torch.Tensor, fixed_order: bool) -> OutputLogprobs:
     """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not converted to float32 as a whole: for a chunk of
     8,192 tokens and a vocabulary of 150,000 that would take 5 GB."""
     top_k = max(chunk.top_logprobs for chunk in batch.chunks)
     named_ids = None
     if "prompt_named_rows" in views:
         named_ids = views["prompt_named_ids"].view(len(batch.chunks), -1)[views["prompt_named_rows"]]
-    return prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids)
+    return prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids, fixed_order)
 
 
 def _extend_arrays(batch: StepBatch) -> Arrays:

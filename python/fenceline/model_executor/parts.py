@@ -82,8 +82,9 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     model, draft = _load_models(config, device, shard, show_progress)
     largest = StepShape() if config.speculative is None else config.speculative.largest
     num_rows, vocab_size = config.max_running_requests + 1, config.model.vocab_size  # with the sink
-    rank_sampler = None if shard.size == 1 else RankSampler(model.lm_head, num_rows, device.torch_device)
-    sampler = rank_sampler or Sampler(vocab_size, num_rows, device.torch_device)
+    how = num_rows, device.torch_device, config.server_args.enable_deterministic_inference
+    rank_sampler = None if shard.size == 1 else RankSampler(model.lm_head, *how)
+    sampler = rank_sampler or Sampler(vocab_size, *how)
     masks = MaskTable(device, num_rows, vocab_size) if config.refuses_grammars is None else None
     max_tokens_per_req = config.model.context_length + largest.num_slots - 1
     max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1

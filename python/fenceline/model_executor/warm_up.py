@@ -217,7 +217,7 @@ def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
     of operands is a kernel of its own."""
     vocab_size, place = config.model.vocab_size, device.torch_device
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    sampler = Sampler(vocab_size, 1, place)
+    sampler = Sampler(vocab_size, 1, place, config.server_args.enable_deterministic_inference)
     no_ids = torch.zeros(0, dtype=torch.int64, device=place)
     sampler.begin_request(0, no_ids, no_ids)
     for num_reqs in _SAMPLED_ROWS:

@@ -13,8 +13,8 @@ from fenceline.sampling.gumbel import row_chunks, take_rows
 class OutputLogprobs:
     """Logprobs of N tokens and of the K most likely alternatives of each, most likely first. ``named`` are those of the
     W tokens that each row asks for by id (``named_ids``), in the same order. The values are always finite, so that they
-    can be sent as JSON: a probability of 0 (a masked token, a row of NaN) becomes float32's lowest number. On a GPU
-    alternatives with equal logprobs are in the order of their ids, elsewhere in no particular order."""
+    can be sent as JSON: a probability of 0 (a masked token, a row of NaN) becomes float32's lowest number. See
+    ``token_logprobs`` for the order of alternatives with equal logprobs."""
 
     chosen: torch.Tensor  # [N] float32
     top_logprobs: torch.Tensor  # [N, K] float32
@@ -28,18 +28,20 @@ def token_logprobs(
     top_k: int,
     index: torch.Tensor | None = None,
     named_ids: torch.Tensor | None = None,
+    fixed_order: bool = False,
 ) -> OutputLogprobs:
     """Log-softmax of ``logits`` [M, V] (any float dtype; computed in float32; not changed) at ``token_ids`` [M] int64
     and at its ``min(top_k, V)`` largest entries, for the N rows ``index`` [N] int64 (None: all rows, N = M). With
-    ``named_ids`` [N, W] int64 also at these entries. A row's values do not depend on the other rows."""
+    ``named_ids`` [N, W] int64 also at these entries. ``fixed_order``: the bits of a row's values do not depend on the
+    other rows, and equal alternatives are in the order of their ids."""
     num_rows = logits.shape[0] if index is None else index.shape[0]
     num_top = min(top_k, logits.shape[1])
     chosen, values, ids, named = [], [], [], []
     for rows in row_chunks(num_rows, logits.shape[1]):
-        logprobs = _log_softmax(take_rows(logits, index, rows))
+        logprobs = _log_softmax(take_rows(logits, index, rows), fixed_order)
         chosen.append(logprobs.gather(1, take_rows(token_ids, index, rows)[:, None]).squeeze(1))
         if num_top:
-            best_ids = logprobs.topk(num_top, dim=-1).indices if logits.is_cpu else first_of_best(logprobs, num_top)
+            best_ids = first_of_best(logprobs, num_top) if fixed_order else logprobs.topk(num_top, dim=-1).indices
             values.append(logprobs.gather(1, best_ids))
             ids.append(best_ids)
         if named_ids is not None:
@@ -57,9 +59,9 @@ def token_logprobs(
     )
 
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Of each row of ``logits`` [N, V], in float32. The bits do not depend on the other rows."""
-    if not logits.is_cuda:
+def _log_softmax(logits: torch.Tensor, fixed_order: bool) -> torch.Tensor:
+    """Of each row of ``logits`` [N, V], in float32."""
+    if not (fixed_order and logits.is_cuda):
         return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     from fenceline.layers.kernels.triton.log_sums import log_sums
 
@@ -77,12 +79,16 @@ def first_of_best(logprobs: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def prompt_logprobs(
-    logits: torch.Tensor, target_ids: torch.Tensor, top_k: int, named_ids: torch.Tensor | None = None
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    top_k: int,
+    named_ids: torch.Tensor | None = None,
+    fixed_order: bool = False,
 ) -> OutputLogprobs:
     """Logprobs of prompt tokens. ``logits`` [N, V] are the model's logits at N prompt positions, and ``target_ids`` [N]
     int64 the token that follows each of them. Bias, penalties and temperature are not applied, because they concern
     sampled tokens only. The rows are processed in pieces, so temporary memory is one piece in float32, not [N, V]."""
-    return token_logprobs(logits, target_ids, top_k, named_ids=named_ids)
+    return token_logprobs(logits, target_ids, top_k, named_ids=named_ids, fixed_order=fixed_order)
 
 
 def spread(part: OutputLogprobs, index: torch.Tensor, num_reqs: int) -> OutputLogprobs:

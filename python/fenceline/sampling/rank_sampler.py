@@ -22,8 +22,10 @@ from fenceline.sampling.sampling_batch import SamplingBatch
 class RankSampler(Sampler):
     """A ``Sampler`` whose logits are ``head.own_logits``. All ranks must call ``forward`` with the same batch."""
 
-    def __init__(self, head: VocabParallelEmbedding, num_rows: int, device: torch.device) -> None:
-        super().__init__(head.vocab_size, num_rows, device)
+    def __init__(
+        self, head: VocabParallelEmbedding, num_rows: int, device: torch.device, fixed_order: bool = False
+    ) -> None:
+        super().__init__(head.vocab_size, num_rows, device, fixed_order)
         self._head = head
         self._own = GumbelSampler(head.weight.shape[0], device, head.first_row)
 

@@ -56,8 +56,9 @@ class Sampler:
     penalties (``2 * num_rows * vocab_size`` bytes) are allocated when the first request with penalties begins. All
     methods must be called with the same stream current."""
 
-    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, num_rows: int, device: torch.device, fixed_order: bool = False) -> None:
+        """``fixed_order``: that of logprobs, see ``token_logprobs``."""
+        self._vocab_size, self._fixed_order = vocab_size, fixed_order
         self._num_rows = num_rows
         self._device = device
         self._gumbel = GumbelSampler(vocab_size, device)
@@ -108,7 +109,7 @@ class Sampler:
             self._counts.add(batch.penalty_rows, sampled)
         if scaled is None or not batch.return_logprob:
             return SampleOutput(next_tokens, None)
-        return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch))
+        return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch, self._fixed_order))
 
     def _needs_scaled(self, batch: SamplingBatch) -> bool:
         """Whether scaled logits must be computed. On CUDA the kernel of the draw scales the logits itself, so only
@@ -246,11 +247,13 @@ def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return scaled if batch.temperatures is None else scaled.div_(batch.temperatures[:, None])
 
 
-def _logprobs(scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBatch) -> OutputLogprobs:
+def _logprobs(
+    scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBatch, fixed_order: bool
+) -> OutputLogprobs:
     index, named_ids = batch.logprob_index, batch.logprob_named_ids
     if named_ids is not None:
         named_ids = named_ids.view(batch.num_reqs if index is None else index.shape[0], -1)
-    part = token_logprobs(scaled, next_tokens, batch.max_top_logprobs, index, named_ids)
+    part = token_logprobs(scaled, next_tokens, batch.max_top_logprobs, index, named_ids, fixed_order)
     return part if index is None else spread(part, index, batch.num_reqs)
 
 

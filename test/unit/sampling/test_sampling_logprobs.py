@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from scheduler_driver import make_model_driver, request
 
-from fenceline.sampling import gumbel
+from fenceline.sampling import gumbel, logprobs
 from fenceline.sampling.logprobs import spread, token_logprobs
 from fenceline.sampling.sampler import prompt_logprobs
 
@@ -49,3 +52,25 @@ def test_values_survive_json() -> None:
     out = prompt_logprobs(logits, torch.tensor([1, 2]), 3)
     assert out.chosen.tolist() == [torch.finfo(torch.float32).min] * 2
     assert torch.isfinite(out.top_logprobs).all()
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_only_with_the_flag_equal_alternatives_have_an_order(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sampled tokens and of prompts. Without it nothing is computed that it needs."""
+    ordered: list[int] = []
+
+    def first_of_best(of: torch.Tensor, num: int) -> torch.Tensor:
+        ordered.append(len(of))
+        return found(of, num)
+
+    found = logprobs.first_of_best
+    monkeypatch.setattr(logprobs, "first_of_best", first_of_best)
+    ties = token_logprobs(torch.zeros(2, 30), torch.zeros(2, dtype=torch.int64), 4, fixed_order=flag)
+    assert ordered == [2] * flag
+    assert not flag or ties.top_ids.tolist() == [[0, 1, 2, 3]] * 2
+    driver = make_model_driver(enable_deterministic_inference=flag, disable_cuda_graph=True)
+    ordered.clear()
+    asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3}
+    driver.send(request("a", [5, 6, 7, 8], temperature=0.0, max_new_tokens=2, ignore_eos=True, **asked))
+    driver.run()
+    assert sorted(ordered) == [1, 1, 3] * flag
