@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -15,13 +17,18 @@ from routed_tokens import compare, compare_routes, routed
 from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
 from fenceline.config.families import ExpertsConfig
 from fenceline.config.quantization import QuantConfig
+from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.expert_matrices import ExpertMatrices
-from fenceline.layers.experts import ExpertNames, Router
+from fenceline.layers.experts import ExpertNames, ExpertsMLP, Router
+from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.weight import fill_slots
+from fenceline.models.families import make_model
+from fenceline_proof.tiny_model import tiny_model_path
 
 CHECKS = (
     "products",
@@ -105,6 +112,21 @@ def test_padded_tokens_go_to_no_expert() -> None:
     assert (routing.ids[4:] == 8).all() and (routing.ids[:4] < 8).all()
     assert int(routing.ends[-1]) == 4 * 3
     assert set(routing.order[-6:].tolist()) == set(range(12, 18))
+
+
+def test_every_slot_of_the_sink_page_is_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded request of a speculative step has several rows there, and none of them may cost an expert's product."""
+    model = resolve(ServerArgs(model_path=tiny_model_path("experts"), device="cpu", load_format="dummy")).model
+    layers = make_model(model, torch_context(Shard(), torch.float32)).layers
+    mlp = next(layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsMLP))
+    sent: list[Routing] = []
+    forward = mlp.router.forward
+    monkeypatch.setattr(mlp.router, "forward", lambda *args: sent.append(forward(*args)) or sent[-1])
+    pool = SimpleNamespace(page_size=4)
+    batch = SimpleNamespace(out_slots=torch.tensor([9, 0, 1, 3, 4]), kv_pool=pool, normed={})
+    mlp.forward(torch.ones(5, model.hidden_size), cast("ForwardBatch", batch))
+    is_padded = (sent[0].ids == mlp.router.experts.num_experts).all(1)
+    assert is_padded.tolist() == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(
