@@ -54,8 +54,8 @@ from fenceline.layers.cuda_quantized import (
     find_quantized_products,
     numbers_name,
 )
-from fenceline.layers.kernels.triton.int4_gemm import Int4Config, SplitWorkspace
-from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
+from fenceline.layers.kernels.triton.int4_gemm import Int4Config
+from fenceline.layers.kernels.triton.skinny_gemm import SplitWorkspace, TritonConfig
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 from fenceline.layers.skinny_table import (
     MAX_CUDA_ROWS,
