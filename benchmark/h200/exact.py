@@ -45,6 +45,7 @@ from shapes import SHAPES, kv_bytes_per_token, make_model_dir, num_plain_tokens
 from tokenizers import Tokenizer
 
 from fenceline.config.model_files import DEMOS
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS
 from fenceline_demo.corpus import encode_document
 from fenceline_demo.documents import short_document
 from fenceline_demo.tokenizer import FastEncoder
@@ -512,6 +513,8 @@ def run(args: argparse.Namespace) -> int:
             asyncio.run(complete(reference, quiet.url, pool, until))
         file.write_bytes(orjson.dumps(reference))
     print(f"reference {key}: {len(reference)} of {len(pool)} requests", flush=True)
+    if not reference:
+        raise SystemExit("the quiet server has had no time to answer: give more --seconds")
     token_bytes = kv_bytes_per_token(args.model) * (2 if args.dtype == "float32" else 1)
     with tempfile.TemporaryDirectory(prefix="exact-") as storage:
         all_flags = configurations(longest, token_bytes, args.device == "cpu", storage)
@@ -552,6 +555,7 @@ def run(args: argparse.Namespace) -> int:
 def faults(line: Json) -> list[str]:
     """What a piece shows to be wrong."""
     found = [f"{name}: {line[name]}" for name in ("fallbacks", "repairs", "used_tokens") if line.get(name)]
+    found += [] if line.get("answers") or line["errors"] else ["no answer was compared"]
     found += [f"error: {error}" for error in line["errors"]]
     if line.get("first"):
         first = Difference(**line["first"])
@@ -606,10 +610,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     running.add_argument("--requests", type=int, default=504, help="in the pool")
     running.add_argument("--longest", type=int, default=8000, help="tokens of the longest prompt")
     running.add_argument("--workers", type=int, default=24, help="requests at a time")
-    running.add_argument("--configs", nargs="+", default=[], help="names; unless given, all that can be")
+    every, severable = [*configurations(0, 0, True, "")], sorted({*EDGES, *EDGE_PARTS, *GUARDS})
+    running.add_argument("--configs", nargs="+", default=[], choices=every, help="unless given, all that can be")
     running.add_argument("--seed", type=int, default=1, help="of the company; another one for each piece")
     running.add_argument("--jitter", type=int, metavar="SEED", help="random delays on host and streams")
-    running.add_argument("--sever", action="append", default=[], metavar="NAME", help="leave out an edge or a guard")
+    running.add_argument(
+        "--sever", action="append", default=[], choices=severable, metavar="NAME", help="an edge or guard"
+    )
     running.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
     args = parser.parse_args(argv)
     if args.what == "run":

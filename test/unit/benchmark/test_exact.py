@@ -157,9 +157,20 @@ def test_pieces_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().out
     assert "request 17 sample 1 position 4 step 1: output_ids 4 instead of 3; flight record /tmp/f.json" in shown
     assert "FAILED tree, seed 1: error: HTTP 500" in shown
-    for wrong in ({"fallbacks": 1}, {"repairs": 2}, {"used_tokens": 16}):
+    for wrong in ({"fallbacks": 1}, {"repairs": 2}, {"used_tokens": 16}, {"answers": 0}):
         file.write_text(json.dumps(line(**wrong)))
         assert main(["sum", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("wrong", [("--configs", "plain", "graph"), ("--sever", "no_such_edge")])
+def test_a_wrong_name_costs_no_reference(
+    wrong: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from exact import main
+
+    with pytest.raises(SystemExit):
+        main(["run", "--out", str(tmp_path / "out"), *wrong])
+    assert wrong[-1] in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.long
