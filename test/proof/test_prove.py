@@ -56,6 +56,8 @@ HARDLY_SEEN = {
     "sm_exclusive:store-forward",
     "host_page_reuse:host-load",
     "host_page_reuse:host-store",
+    # What a step in flight computes with other weights is dropped: its requests are retracted.
+    "new_weights",
     # What a draft computes changes no token, and the others are here without speculation.
     "kept_hidden",
     "whole_page",
