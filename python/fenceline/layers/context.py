@@ -192,8 +192,16 @@ def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
 def fixed_order_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
     """``torch_context`` whose results for a row are the same bits whatever the other rows are. For a CPU."""
     kernels = FixedOrderKernels()
-    dense = functools.partial(DenseWeight, dtype=dtype, linear=kernels.linear)
-    return LayerContext(shard, kernels, dtype, dense, functools.partial(QuantizedWeight, linear=kernels.linear))
+
+    def dense(out_features: int, in_features: int) -> DenseWeight:
+        kernels.prepare_linear(out_features, in_features, dtype)
+        return DenseWeight(out_features, in_features, dtype, kernels.linear)
+
+    def quantized(stored: QuantizedFormat) -> Weight:
+        kernels.prepare_linear(*stored.shape, dtype)
+        return QuantizedWeight(stored, kernels.linear)
+
+    return LayerContext(shard, kernels, dtype, dense, quantized)
 
 
 def fp8_kv_dtype(device: torch.device) -> torch.dtype:

@@ -92,6 +92,7 @@ class ExpertMatrices:
         self.zeros: torch.Tensor | None = None
         self._stored: QuantizedFormat | None = None
         self._config, self._dtype, self._kernels = config, context.dtype, context.kernels
+        self._kernels.prepare_linear(rows, k, context.dtype)
         if config is None:
             self.data = torch.empty(num, rows, k, dtype=context.dtype)
             return

@@ -49,6 +49,7 @@ class Router:
         self.experts, self.names = experts, names
         self._kernels = kernels
         self.weight = torch.empty(experts.num_experts, hidden_size, dtype=torch.float32)
+        kernels.prepare_linear(experts.num_experts, hidden_size, torch.float32)
         self.bias = scores() if names.stacked else None
         self.correction = None if names.correction is None else scores()
 

@@ -53,6 +53,11 @@ class LatentAttention(TokenMixer):
         per_head = self.latent.qk_nope_head_dim + self.latent.v_head_dim
         outputs = {"kv_b_proj": config.num_heads * per_head}
         self._kernels = context.kernels
+        for n, k in (
+            (self.latent.kv_lora_rank, self.latent.qk_nope_head_dim),
+            (self.latent.v_head_dim, self.latent.kv_lora_rank),
+        ):
+            self._kernels.prepare_linear(n, k, context.dtype)
         self.kv_b_proj = MergedColumnParallelLinear(self.latent.kv_lora_rank, outputs, False, context)
         out_size = config.num_heads * self.latent.v_head_dim
         self.o_proj = RowParallelLinear("o_proj", out_size, hidden_size, bias, context)

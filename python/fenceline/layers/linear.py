@@ -174,6 +174,8 @@ class WideNorm:
         self.name, self.part, self.eps = name, part, eps
         self.shard, self.kernels = context.shard, context.kernels
         self.weight = torch.empty(part.size, dtype=context.dtype)
+        if self.shard.size > 1:
+            self.kernels.prepare_linear(1, part.size, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's features x [T, size] of the part → a new tensor of their shape."""

@@ -7,9 +7,12 @@ import torch
 from attention_cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_driver import make_model_driver, request
 
+import fenceline
 from fenceline.layers.attention.base import PLAIN, LayerRules
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
+from fenceline.layers.context import Shard, fixed_order_context
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.layers.kernels import fixed_order
 from fenceline.layers.kernels.base import ACTIVATIONS, LayerKernels
@@ -111,4 +114,16 @@ def test_a_cpu_whose_products_depend_on_the_place_is_refused(monkeypatch: pytest
     monkeypatch.setattr(fixed_order.F, "linear", by_place)
     monkeypatch.setattr(fixed_order, "_tried", set())
     with pytest.raises(ValueError, match=r"a \[4, 6\] matrix with .* threads .* set OMP_NUM_THREADS=1"):
-        fixed_order.linear(torch.ones(1, 6), torch.ones(4, 6))
+        fixed_order_context(Shard(), torch.float32).dense(4, 6)
+
+
+@pytest.mark.parametrize(("model", "flags"), [("demo", {"quantization": "int4"}), ("demo-moe", {})])
+def test_products_are_tried_at_the_start(model: str, flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that cannot keep the promise does not begin to serve."""
+    monkeypatch.setattr(fixed_order, "_tried", set())
+    path = fenceline.demo_model_path(model)
+    driver = make_model_driver(enable_deterministic_inference=True, model_path=path, disable_cuda_graph=True, **flags)
+    at_start = set(fixed_order._tried)
+    driver.send(request("a", [5, 6, 7, 8], temperature=0.0, max_new_tokens=2, ignore_eos=True))
+    driver.run()
+    assert at_start and fixed_order._tried == at_start

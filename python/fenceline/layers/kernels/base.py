@@ -235,6 +235,11 @@ class LayerKernels:
             products = self.activate(products, SILU)
         return torch.empty_like(products).index_copy_(0, routing.order, products)
 
+    def prepare_linear(self, n: int, k: int, dtype: torch.dtype) -> None:
+        """Called when a weight is made of which ``linear`` will take matrices [n, k] of ``dtype``, which it may try
+        here. Raises ``ValueError`` with the remedy if their products are wrong."""
+        return
+
     def prepare_four_bits(self, group: int, has_zeros: bool) -> None:
         """Called when a matrix of four-bit numbers is made, with groups of ``group`` numbers: int4 if ``has_zeros``,
         else MXFP4. An implementation may try its kernels for such matrices here."""

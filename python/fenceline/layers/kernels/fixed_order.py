@@ -2,8 +2,9 @@
 
 Libraries choose the order of a product's sums by its shape. So rows are multiplied ``_ROWS`` at a time, always in the
 same shape. What remains to be shown, that a row's place in such a tile has no effect, depends on the library and its
-number of threads, and is tried once for each shape. Element-wise operators compute the last elements of a tensor, or of
-a thread's part, by other code than the rest; a few of them, which are replaced here, then round differently.
+number of threads, and is tried once for each shape, when the first weight of this shape is made. Element-wise operators
+compute the last elements of a tensor, or of a thread's part, by other code than the rest; a few of them, which are
+replaced here, then round differently.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class FixedOrderKernels(LayerKernels):
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, weight, bias)
+
+    def prepare_linear(self, n: int, k: int, dtype: torch.dtype) -> None:
+        try_products(n, k, dtype, _ROWS, F.linear)
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.stack([linear(rows.contiguous(), own) for rows, own in zip(x.unbind(1), weight, strict=True)], 1)
