@@ -403,7 +403,7 @@ def configurations(longest: int, token_bytes: int, on_cpu: bool, storage: str) -
         name: flags.split()
         for name, flags in {
             "plain": "--disable-cuda-graph --page-size 1",
-            "graphs": f"{graphs} --page-size 64 --schedule-policy lpm",
+            "graphs": f"{graphs} --max-running-requests 16 --page-size 64 --schedule-policy lpm",
             "retraction": f"{graphs} {tight} --chunked-prefill-size 192",
             "offload": f"{tight} {kernel} --retract-policy offload --hicache-write-policy write_back",
             "priorities": f"{graphs} {tight} {first}",
