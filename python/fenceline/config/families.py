@@ -340,9 +340,9 @@ class Family:
     has the text model's entries in text_config, and these are the defaults of entries that may be missing there; None:
     the entries are at the top level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
     the soft caps of attention scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``:
-    layers with a window have their own rope_theta, with this default. ``switches`` are entries, true or false, that the
-    family's function in models/families.py reads. ``computed`` has entries of which only these values are computed;
-    others are refused, except for null.
+    layers with a window have their own rope_theta, with this default; 0: that of the other layers. ``switches`` are
+    entries, true or false, that the family's function in models/families.py reads. ``computed`` has entries of which
+    only these values are computed; others are refused, except for null.
     """
 
     head_dim: int | None = None
@@ -481,7 +481,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5),
         "Olmo3ForCausalLM": Family(
-            rms_norm_eps=1e-5, rope_theta=5e5, local_theta=5e5, windows=partial(_periodic_windows, period=4)
+            rms_norm_eps=1e-5, rope_theta=5e5, local_theta=0.0, windows=partial(_periodic_windows, period=4)
         ),
         "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),

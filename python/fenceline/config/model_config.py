@@ -241,7 +241,9 @@ class ModelConfig:
             logits_soft_cap=_soft_cap(reader, "final_logit_softcapping", logits_cap),
             activation=_activation(hf, family),
             norm_offset=family.norm_offset,
-            local_rope=parse_local_rope(hf, max_position, family.local_theta),
+            local_rope=parse_local_rope(
+                hf, max_position, rope_theta if family.local_theta == 0 else family.local_theta
+            ),
             quantization=quantization_config,
             experts=_experts(family, reader, num_layers, experts_format),
             latent=sizes,

@@ -281,6 +281,10 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         assert read.context_length == GEMMA3["max_position_embeddings"]
     with pytest.raises(ValueError, match="differ by layer type"):
         ModelConfig.from_dir(write(tmp_path, {**new, "architectures": ["LlamaForCausalLM"]}))
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    olmo = {**LLAMA, "architectures": ["Olmo3ForCausalLM"], "rope_theta": 1e6, "rope_scaling": yarn}
+    read = ModelConfig.from_dir(write(tmp_path, olmo))
+    assert read.rope_scaling is not None and (read.rope_theta, read.local_rope) == (1e6, (1e6, None))
 
 
 @pytest.mark.parametrize(
