@@ -151,13 +151,10 @@ _LOGPROBS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
 
 
 def _plain(name: str, entry: Any) -> list[object]:
-    """The numbers of one position. Of alternatives with the same logprob the order, and which are left out, is free."""
+    """The numbers of one position."""
     if name == "token_logprobs" or not entry:
         return [entry and entry[0], entry and entry[1]]
-    if name == "token_ids_logprobs":
-        return [number for value, token, _ in entry for number in (value, token)]
-    values = [value for value, _, _ in entry]
-    return values + [token for value, token, _ in entry if values.count(value) == 1 and value != values[-1]]
+    return [number for value, token, _ in entry for number in (value, token)]
 
 
 def _bits(value: object) -> int | None:
