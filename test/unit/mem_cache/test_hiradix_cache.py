@@ -153,6 +153,29 @@ def test_a_backup_waits_for_writers_readers_and_loads(tiers: Tiers) -> None:
     assert move.after == Points.of(*load.points, *store, *reads)
 
 
+def test_pages_of_two_transfers_retire_after_both(tiers: Tiers) -> None:
+    """A node that is still being loaded has lost its copy on the host, and is backed up again."""
+    node = tiers.on_host(1, 2)
+    load, loaded = tiers.load_back(node)
+    assert tiers.tree.host.evict(2) == 2
+    store, _ = tiers.back_up(node)
+    assert node.transfers == (load, store)
+    tiers.tree.evict(2)
+    [after] = after_of(tiers.pool, loaded.device_pages)
+    assert set(after) == {*load.points, *store.points}
+
+
+def test_what_only_a_hold_kept_retires_after_its_transfers(tiers: Tiers) -> None:
+    node = tiers.add(1, 2).node
+    store, stored = tiers.back_up(node)
+    hold = tiers.tree.hold_host(node)
+    tiers.tree.reset()
+    assert tiers.tree.host.num_orphan_pages == 2
+    tiers.tree.release_hold(hold.id)
+    [after] = after_of(tiers.host_pool, stored.host_pages)
+    assert after == store.points
+
+
 def test_a_page_of_an_unsubmitted_transfer_cannot_retire(tiers: Tiers) -> None:
     node = tiers.add(1, 2).node
     tiers.tree.begin_backup([node], Ticket.store(1))
