@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import Case
@@ -118,7 +120,7 @@ def test_a_cpu_whose_products_depend_on_the_place_is_refused(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("model", "flags"), [("demo", {"quantization": "int4"}), ("demo-moe", {})])
-def test_products_are_tried_at_the_start(model: str, flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_tried_at_the_start(model: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that cannot keep the promise does not begin to serve."""
     monkeypatch.setattr(fixed_order, "_tried", set())
     path = fenceline.demo_model_path(model)
