@@ -415,21 +415,21 @@ def _reloaded(random: Random) -> Scenario:
 MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded}
 _more_workloads = more_workloads(MORE_WORKLOADS)
 WRONG = [
-    (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
-    (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
-    (_wrong_page_order, "reloaded", r"r\d: output \d is \d+, alone it is \d+"),
-    (_half_a_load, "spill", r"r\d: output \d is \d+, alone it is \d+"),
-    (_retraction_loses_a_token, "retracted", r"r\d got a token that was in flight at its retraction"),
-    (_sampler_at_the_wrong_position, "mixed", r"r\d: output \d is \d+, alone it is \d+"),
-    (_penalties_count_twice, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
-    (_top_k_off_by_one, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
-    (_stops_called_lengths, "row_reuse", r"r\d: ends with length after \d tokens, not stop \d+"),
-    (_prompt_logprobs_of_the_wrong_tokens, "mixed", r"r\d: input logprobs at \d+ are .*, alone "),
-    (_output_twice, "mixed", r"r\d: output \d is \d+|r\d: goes on with \d+ after its end"),
-    (_goes_on_after_an_abort, "aborts", r"r\d goes on after it was aborted"),
-    (_min_tokens_forgotten, "everything", r"r\d: (output \d is \d+, alone it is|ends with stop \d+ after)"),
+    (_a_page_of_another_prefix, "twins", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_positions_off_by_one, "twins", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_wrong_page_order, "reloaded", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_half_a_load, "spill", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_retraction_loses_a_token, "retracted", r"r\d+ got a token that was in flight at its retraction"),
+    (_sampler_at_the_wrong_position, "mixed", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_penalties_count_twice, "retracted", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_top_k_off_by_one, "retracted", r"r\d+: output \d is \d+, alone it is \d+"),
+    (_stops_called_lengths, "row_reuse", r"r\d+: ends with length after \d tokens, not stop \d+"),
+    (_prompt_logprobs_of_the_wrong_tokens, "mixed", r"r\d+: input logprobs at \d+ are .*, alone "),
+    (_output_twice, "mixed", r"r\d+: output \d is \d+|r\d+: goes on with \d+ after its end"),
+    (_goes_on_after_an_abort, "aborts", r"r\d+ goes on after it was aborted"),
+    (_min_tokens_forgotten, "everything", r"r\d+: (output \d is \d+, alone it is|ends with stop \d+ after)"),
     (_chunks_that_add_up, "mixed", "every token counts once"),
-    (_a_pause_that_goes_on, "bursts", r"r\d goes on while generation is paused"),
+    (_a_pause_that_goes_on, "bursts", r"r\d+ goes on while generation is paused"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from demo_requests import (
@@ -117,9 +119,9 @@ def test_prompt_logits_stay_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch)
     """Every position of a chunk in float32 is gigabytes that nobody has set aside."""
     dtypes = []
 
-    def spy(logits: torch.Tensor, targets: torch.Tensor, top_k: int, named_ids: torch.Tensor | None) -> OutputLogprobs:
+    def spy(logits: torch.Tensor, targets: torch.Tensor, top_k: int, *others: Any) -> OutputLogprobs:
         dtypes.append(logits.dtype)
-        values = prompt_logprobs(logits, targets, top_k, named_ids)
+        values = prompt_logprobs(logits, targets, top_k, *others)
         wide = prompt_logprobs(logits.float(), targets, top_k)
         assert torch.equal(values.chosen, wide.chosen)
         assert torch.equal(values.top_logprobs, wide.top_logprobs)
