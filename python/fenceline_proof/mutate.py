@@ -50,7 +50,7 @@ _LOADED_BEFORE = (
 )  # fmt: skip
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
 # Checks that tell that something is wrong, but not which rule was broken.
-_UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
+_UNSPECIFIC = ("answers", "invariants", "deadlock", "kernels")
 _EXCEPTIONS = ("invariants", "kernels")  # reports of these have the lines that an exception has come through
 _KNOWN = Path(__file__).with_name("survivors.txt")
 _GRACE_S = 30.0  # of CPU time beyond a mutant's limit; a run that takes longer hangs, and has failed
