@@ -85,10 +85,10 @@ SEEN_FIRST = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) -> None:
-    """What CI runs. The record in the repository is what it finds."""
+    """The whole command, which README names beside the suite. The record in the repository is what it finds."""
     result = tmp_path / "proof.json"
     command = [sys.executable, "-m", "fenceline_proof.prove", "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True)
