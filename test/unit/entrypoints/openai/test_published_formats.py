@@ -65,6 +65,11 @@ def read(model: Published, texts: list[str], inside: bool | None = None) -> tupl
     reader = ChatReader(thought, calls, one_call=False)
     if TOOL_CALL_FORMATS[model.parser].reads_reasoning:
         reader = ChatReader(calls, None, one_call=False, separates_reasoning=inside is not None)
+    return collect(reader, texts)
+
+
+def collect(reader: ChatReader, texts: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """The reasoning, the content and the calls of an answer that comes as ``texts``."""
     reasoning, content, found = "", "", []
     for index, text in enumerate(texts):
         finish = FinishReason(type="stop") if index == len(texts) - 1 else None
@@ -230,20 +235,7 @@ def harmony(text: str, tools: bool = True, cut: int | None = None) -> tuple[str,
     data = text.encode()
     texts = [text] if cut is None else pieces(data, *range(cut, len(data), cut))
     calls = ToolCallParser(TOOL_CALL_FORMATS["gpt-oss"], TOOLS if tools else {})
-    reader = ChatReader(calls, None, one_call=False, separates_reasoning=True)
-    reasoning, content, found = "", "", []
-    for index, piece in enumerate(texts):
-        for event in reader.read(chunk(piece, FinishReason(type="stop") if index == len(texts) - 1 else None)):
-            match event:
-                case Reasoning(text):
-                    reasoning += text
-                case Content(text):
-                    content += text
-                case CallBegun(name):
-                    found.append((name, ""))
-                case Arguments(text):
-                    found[-1] = (found[-1][0], found[-1][1] + text)
-    return reasoning, content, found
+    return collect(ChatReader(calls, None, one_call=False, separates_reasoning=True), texts)
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Zürich?\n\n1 < 2 <|x<|end|>"
