@@ -159,7 +159,7 @@ def _set_aside() -> None:
     _collected_at[0] = _rss_mib()
 
 
-_GROWTH_MIB = 200  # since the last collection, after which the next test waits for one
+_GROWTH_MIB = 100  # since the last collection, after which the next test waits for one
 _collected_at = [0]
 
 

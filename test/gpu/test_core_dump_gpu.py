@@ -27,6 +27,7 @@ def serve_until_it_dies(folder: Path) -> tuple[int, str]:
         *(sys.executable, str(Path(__file__).parents[1] / "support" / "planted_fault.py"), "--model-path", "demo"),
         *("--port", "0", "--cuda-coredump-dir", str(folder / "dumps"), "--max-total-tokens", "4096"),
         *("--flight-recorder-dir", str(folder / "flights"), "--cuda-graph-max-bs", "8"),
+        *("--attention-backend", "triton"),
     ]
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

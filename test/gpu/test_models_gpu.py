@@ -27,8 +27,8 @@ def exact_matmul() -> Iterator[None]:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_transformers_on_cuda(name: str, page_size: int, tmp_path: Path) -> None:
     reference = save_checkpoint(name, tmp_path).cuda()
-    # The GPU's sums are ordered by shape: logits of magnitude 10 may differ by a little more than 1e-4.
-    check_parity(tmp_path, reference, page_size, "cuda", rtol=1e-4)
+    # Sums on a GPU are ordered by shape: small logits beside some of magnitude 10 differ by a little more than 1e-4.
+    check_parity(tmp_path, reference, page_size, "cuda", atol=3e-4)
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import selectors
 import socket
 import stat
@@ -165,23 +164,6 @@ def test_its_descriptor_says_when_something_has_arrived(reader: Reader, outbox: 
                 assert selector.select(60)
             assert reader.drain() == [message]
             assert not reader.has_arrived()
-
-
-def test_a_connection_waits_while_there_is_no_descriptor_for_it(ports: PortArgs) -> None:
-    outbox = Outbox(ports.tokenizer)  # nobody listens there yet: it is connected later
-    outbox.send(ports.tokenizer, msgspec.msgpack.encode(b"1"))
-    late = Inbox(ports.tokenizer, BYTES)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            os.dup(0)
-        late.wait(100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert receive(late, 1) == [b"1"]
-    outbox.close()
-    late.close()
 
 
 async def test_a_link_receives_what_comes_behind_what_it_drops(ports: PortArgs) -> None:
