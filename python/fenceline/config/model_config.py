@@ -35,7 +35,7 @@ class SamplingDefaults:
 
     def as_dict(self) -> dict[str, float | int]:
         """The parameters that are set, under their ``SamplingParams`` names."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

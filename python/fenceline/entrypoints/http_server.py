@@ -7,6 +7,7 @@ import resource
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from logging.handlers import MemoryHandler
 from typing import cast
 
 import uvicorn
@@ -46,6 +47,7 @@ _MACOS_DESCRIPTORS = 10240
 # Connections that the kernel keeps for us until their turn; it takes its own limit if that is smaller (4,096 on Linux).
 # Beyond them it drops a client's first packet, which is sent again only a second later, /health's too.
 _BACKLOG = 65535
+_MOST_LATE_LINES = 256  # of the access log: writing them takes about ten milliseconds
 _RESERVED_DESCRIPTORS = 128  # for sockets to the engine, logs, files of models and the like
 
 
@@ -173,10 +175,15 @@ class HttpServer(uvicorn.Server):
         )
         # The supervisor reports start and stop.
         logging.getLogger("uvicorn.error").setLevel("WARNING")
-        logging.getLogger("uvicorn.access").addFilter(is_worth_a_line)
+        # Lines are written at the next tick, so that answers that begin now do not wait for the log file.
+        self._access_lines = MemoryHandler(_MOST_LATE_LINES, logging.ERROR, target=cast(logging.Handler, logging.root))
+        access = logging.getLogger("uvicorn.access")
+        access.addFilter(is_worth_a_line)
+        access.propagate, access.handlers = False, [self._access_lines]
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
+        self._access_lines.flush()
         if counter % 10 == 0:
             for connection in list(self.server_state.connections):
                 cast(HttpProtocol, connection).check_pace()

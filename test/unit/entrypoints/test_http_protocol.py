@@ -552,7 +552,6 @@ async def test_nobody_is_closed_while_the_server_works() -> None:
 
 async def test_the_server_looks_once_a_second() -> None:
     server = HttpServer(App(), resolve(ServerArgs(model_path="demo", device="cpu")))
-    server.config.load()
     looks = []
 
     class Connection:
@@ -582,6 +581,16 @@ def test_probes_have_no_access_line_unless_they_fail() -> None:
     assert is_written("/v1/models", 200) and is_written("/health/x", 404)
     HttpServer(App(), resolve(ServerArgs(model_path="demo", device="cpu")))
     assert is_worth_a_line in logging.getLogger("uvicorn.access").filters
+
+
+async def test_an_access_line_is_written_at_the_next_tick(caplog: pytest.LogCaptureFixture) -> None:
+    server = HttpServer(App(), resolve(ServerArgs(model_path="demo", device="cpu")))
+    values = ("1.2.3.4:5", "POST", "/generate", "1.1", 200)
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *values)
+        assert not caplog.messages, "the answer would wait for the log file"
+        await server.on_tick(1)
+    assert caplog.messages == ['1.2.3.4:5 - "POST /generate HTTP/1.1" 200']
 
 
 async def test_who_takes_too_little_of_his_answer_is_dropped() -> None:
