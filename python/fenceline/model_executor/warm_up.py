@@ -21,7 +21,7 @@ from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, LeasePool, Point, Points
 from fenceline.model_executor.step import Chunk, DepthChoice, ForwardResult, HeldStep, PageWrites, StepBatch, StepCosts
-from fenceline.sampling.sampler import Sampler
+from fenceline.sampling.sampler import Sampler, prompt_logprobs
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -214,10 +214,11 @@ def _extend_batch(lens: Sequence[int], prefix_len: int) -> StepBatch:
 def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
     """Warm up sampling with a separate Sampler, because the server's Sampler should not allocate token counts before a
     request needs them. If grammars are possible, plain draws are also made with masks, since on a GPU each combination
-    of operands is a kernel of its own."""
+    of operands is a kernel of its own. Logprobs of prompts are those of logits in the model's dtype."""
     vocab_size, place = config.model.vocab_size, device.torch_device
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    sampler = Sampler(vocab_size, 1, place, config.server_args.enable_deterministic_inference)
+    fixed_order = config.server_args.enable_deterministic_inference
+    sampler = Sampler(vocab_size, 1, place, fixed_order)
     no_ids = torch.zeros(0, dtype=torch.int64, device=place)
     sampler.begin_request(0, no_ids, no_ids)
     for num_reqs in _SAMPLED_ROWS:
@@ -226,6 +227,7 @@ def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
         logits = torch.zeros(num_reqs, vocab_size, dtype=dtype, device=place)
         masks = torch.full((num_reqs, -(-vocab_size // 32)), -1, dtype=torch.int32, device=place)
         positions = torch.ones(num_reqs, dtype=torch.int64, device=place)
+        prompt_logprobs(logits, positions, _TOP_LOGPROBS, fixed_order=fixed_order)
         rows = torch.arange(num_reqs, device=place)
         # What speculation verifies is not stored as the last tokens of the requests' rows.
         places = [(rows, torch.empty_like(rows)), (None, None)][: 1 if config.speculative is None else 2]

@@ -10,6 +10,7 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.model_executor.warm_up import warm_up
+from fenceline.sampling import logprobs
 
 torch.set_num_threads(1)
 
@@ -50,3 +51,19 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
     assert bool((runner.req_pool.last_tokens[1:] == -3).all())
     assert torch.equal(runner.req_pool.page_table, page_table)
     assert answers(driver, greetings()) == expected
+
+
+def test_logprobs_of_prompts_and_of_draws_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's are computed from logits in the model's dtype, a draw's in float32. On a GPU these are two kernels."""
+    driver = make_model_driver(dtype="bfloat16", chunked_prefill_size=48, num_rows=3)
+    seen: list[torch.dtype] = []
+    compute = logprobs._log_softmax
+
+    def log_softmax(logits: torch.Tensor, fixed_order: bool) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return compute(logits, fixed_order)
+
+    monkeypatch.setattr(logprobs, "_log_softmax", log_softmax)
+    assert isinstance(driver.worker, ModelRunner)
+    warm_up(driver.worker.device, driver.config, driver.worker.launch)
+    assert set(seen) == {torch.bfloat16, torch.float32}
