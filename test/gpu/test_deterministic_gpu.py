@@ -8,21 +8,21 @@ of the first run's time is Triton's compiler's, so run it in several processes: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from demo_requests import prompts, sampled_requests
 from fixed_order_cases import check_attention, check_trees
+from fuzz_reports import REPORTS, Answer, Make, collect
 from scheduler_driver import Driver, make_model_driver, request
 
 import fenceline
 from fenceline.config.families import ExpertsConfig
 from fenceline.config.quantization import QuantConfig
-from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.cuda_layers import CudaLayerKernels, FixedProduct, find_fixed_product
 from fenceline.layers.cuda_quantized import find_fixed_products
@@ -217,21 +217,7 @@ def requests() -> list[TokenizedGenerateReq]:
     return [*asked, *sampled_requests()]
 
 
-Answers = dict[str, tuple[object, ...]]
-
-
-def collect(driver: Driver, asked: list[TokenizedGenerateReq]) -> Answers:
-    for table in (driver.answers, driver.first_logprobs, driver.output_logprobs):
-        table.clear()  # type: ignore[attr-defined]
-    driver.send(*asked)
-    driver.run()
-    return {
-        req.rid: (
-            tuple(driver.answers[req.rid].output_ids), driver.first_logprobs.get(req.rid),
-            tuple(driver.output_logprobs.get(req.rid, ())),
-        )
-        for req in asked
-    }  # fmt: skip
+Answers = dict[str, Answer]
 
 
 def make(**flags: Any) -> Driver:
@@ -302,44 +288,6 @@ def test_answers_have_the_same_bits_in_company(alone: dict[str, Answers], model:
         assert driver.scheduler.stats.num_retractions > 0
 
 
-# Reports of fuzzing against others' deterministic modes: the flags, the length of the prefix that prompts share, how
-# many tokens follow it in each, how many of the first requests are cancelled after three steps and sent again, and how
-# many prompts of 700 tokens arrive meanwhile.
-REPORTS: dict[str, tuple[dict[str, object], int, tuple[int, ...], int, int]] = {
-    "sglang 22819: a prefix as long as a page": ({"page_size": 64}, 64, (1, 2, 30, 64, 90), 0, 0),
-    "sglang 23392: cancelled beside a shared prefix": ({"page_size": 1}, 128, (9, 17, 25, 40), 2, 1),
-    "vllm 39146: lengths that change beside each other": (
-        {"disable_radix_cache": True},
-        0,
-        (5, 33, 128, 256, 300),
-        0,
-        1,
-    ),
-    "vllm 47069: a long prefill beside decode": ({"chunked_prefill_size": 256}, 0, (12, 12, 12, 200, 31, 7), 0, 2),
-}
-
-
-@pytest.mark.parametrize("report", REPORTS)
-def test_public_reports(report: str) -> None:
-    flags, prefix, lens, num_cancelled, num_long = REPORTS[report]
-    tokens = [3 + token % 900 for token in torch.randperm(4000, generator=torch.Generator().manual_seed(5)).tolist()]
-    given: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True, "return_logprob": True}
-    texts = [tokens[:prefix] + tokens[1000 + 300 * i :][:num] for i, num in enumerate(lens)]
-    asked = [request(f"r{i}", ids, **given) for i, ids in enumerate(texts)]
-    asked += [request(f"long{i}", tokens[i * 50 :][:700], **given) for i in range(num_long)]
-    quiet = make(disable_overlap_schedule=True, disable_radix_cache=True, disable_cuda_graph=True)
-    expected = {rid: answer for req in asked for rid, answer in collect(quiet, [req]).items()}
-    driver = make(**flags)
-    for turn in range(4):
-        driver.answers.clear()
-        driver.output_logprobs.clear()
-        first, later = asked[: len(texts) - turn % 2], asked[len(texts) - turn % 2 :]
-        early = [msgspec.structs.replace(req, rid=f"cancelled{req.rid}") for req in first[:num_cancelled]]
-        driver.send(*early, *first[num_cancelled:])
-        for _ in range(3 + turn):
-            driver.step()
-        driver.send(*(AbortReq(rid=req.rid) for req in early), *first[:num_cancelled], *later)
-        driver.run()
-        for req in asked:
-            found = tuple(driver.answers[req.rid].output_ids), tuple(driver.output_logprobs[req.rid])
-            assert found == expected[req.rid][::2], (turn, req.rid)
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.__name__)
+def test_public_reports(report: Callable[[Make], None]) -> None:
+    report(make)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Case
+from fuzz_reports import REPORTS, Make
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_driver import make_model_driver, request
@@ -129,3 +132,9 @@ def test_products_are_tried_at_the_start(model: str, flags: dict[str, Any], monk
     driver.send(request("a", [5, 6, 7, 8], temperature=0.0, max_new_tokens=2, ignore_eos=True))
     driver.run()
     assert at_start and fixed_order._tried == at_start
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.__name__)
+def test_public_reports(report: Callable[[Make], None]) -> None:
+    report(partial(make_model_driver, dtype="bfloat16", enable_deterministic_inference=True))
