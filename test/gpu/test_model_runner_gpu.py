@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from captured_graphs import KeptGraphs
 from demo_requests import greedy_requests, sampled_requests
 from scheduler_driver import answers, make_model_driver
 
+import fenceline
 from fenceline.config.engine_config import cuda_is_available, torch_cuda_version
+from fenceline.memory_order import open_device
 
 pytestmark = pytest.mark.gpu
 
@@ -42,3 +47,48 @@ def test_retraction_keeps_every_token() -> None:
     roomy = make_model_driver(device="cuda")
     assert answers(driver, sampled_requests()) == answers(roomy, sampled_requests())
     assert driver.scheduler.stats.num_retractions > 0
+
+
+DRAFT = {
+    "speculative_algorithm": "EAGLE3", "speculative_num_steps": 3,
+    "speculative_draft_model_path": f"{fenceline.demo_model_path()}/eagle3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"model_path": fenceline.demo_model_path()},
+        {"model_path": fenceline.demo_model_path("demo-moe")},
+        {"enable_deterministic_inference": True},
+        DRAFT,
+        DRAFT | {"speculative_eagle_topk": 4},
+    ],
+    ids=["dense", "experts", "deterministic", "chains", "trees"],
+)
+def test_captured_graphs_keep_the_declared_order(
+    flags: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = KeptGraphs(monkeypatch)
+    make_model_driver(device="cuda", **{"dtype": "bfloat16", **flags})
+    assert kept.graphs and kept.faults(tmp_path) == {}
+
+
+def test_work_of_another_stream_in_a_graph_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept, device, x = KeptGraphs(monkeypatch), open_device("cuda"), torch.zeros(64, device="cuda")
+
+    def body() -> None:
+        side = torch.cuda.Stream()
+        x.add_(1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        x.mul_(3)
+        torch.cuda.current_stream().wait_stream(side)
+        x.add_(y)
+
+    device.capture("forked", device.make_graph_pool("test"), body)
+    (faults,) = kept.faults(tmp_path).values()
+    assert sorted(fault.partition(" (")[0].partition(" graph")[0] for fault in faults) == [
+        "2 nodes are in front of", "2 nodes follow",
+    ]  # fmt: skip

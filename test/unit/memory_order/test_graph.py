@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from captured_graphs import faults_of
 
 from fenceline.memory_order import Graph, GraphError, GraphPool, GraphState, open_device
 
@@ -73,3 +74,47 @@ def test_on_the_cpu_a_replay_is_the_body_again() -> None:
     for expected in (1, 2, 3):
         graph.replay()
         assert cell.item() == expected
+
+
+# As CUDA 12.8 prints four captured nodes.
+PRINTED = """digraph dot {
+subgraph cluster_1 {
+label="graph_1" graph[style="dashed"];
+"graph_1_node_0"[style="solid" style="solid" shape="record" label="{MEMSET
+| {{ID | node handle | dptr} | {0 (topoId: 3) | 0x000000000A00B680 | 0x00007FC45DC00000}}}"];
+
+"graph_1_node_1"[style="bold" shape="record" label="{KERNEL
+| {ID | 1 (topoId: 2) | ampere_sgemm_128x64_tn\\<\\<\\<\\{16,10,2\\},128,0\\>\\>\\>}
+| {cooperative | 0}
+}"];
+
+"graph_1_node_2"[style="bold" shape="record" label="{KERNEL
+| {ID | 2 (topoId: 1) | _rms_norm_kernel\\<\\<\\<4,128,0\\>\\>\\>}
+}"];
+"graph_1_node_3"[style="solid" shape="record" label="{
+MEMCPY
+| {{ID | node handle} | {3 (topoId: 0) | 0x000055E7277A6AC0}}
+}"];
+"graph_1_node_0" -> "graph_1_node_1" [headlabel=0];
+"graph_1_node_1" -> "graph_1_node_2" [headlabel=0];
+"graph_1_node_2" -> "graph_1_node_3" [headlabel=0];
+}
+}
+"""
+EDGE = '"graph_1_node_1" -> "graph_1_node_2" [headlabel=0];\n'
+
+
+def test_a_captured_graph_is_one_chain_of_work() -> None:
+    assert faults_of(PRINTED) == []
+    assert faults_of("digraph dot {\n}\n") == ["there are no nodes"]
+    lost = faults_of(PRINTED.replace(EDGE, ""))
+    assert len(lost) == 2 and all("follows nothing: a lost edge" in fault for fault in lost)
+    assert "_rms_norm_kernel" in lost[1]
+    forked = PRINTED.replace(EDGE, EDGE.replace("node_1", "node_0")).replace('_node_2" -> ', '_node_1" -> ')
+    assert [fault.partition(" (")[0] for fault in faults_of(forked)] == ["2 nodes follow graph_1_node_0"]
+    joined = PRINTED.replace(EDGE, EDGE + EDGE.replace("node_1", "node_0"))
+    assert [fault.partition(" (")[0] for fault in faults_of(joined)] == [
+        "2 nodes are in front of graph_1_node_2", "2 nodes follow graph_1_node_0",
+    ]  # fmt: skip
+    (waits,) = faults_of(PRINTED.replace("MEMCPY", "WAIT_EVENT"))
+    assert waits.startswith("graph_1_node_3") and waits.endswith("is no work")
