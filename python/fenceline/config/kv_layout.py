@@ -17,16 +17,23 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "ui
 class KVRow:
     """What one token keeps in one tensor of one layer: ``shape`` elements of ``dtype`` (as torch names it), contiguous.
     ``name`` says what it is: ``k``, ``v`` or ``latent``. The layer asks the pool for the row by this name, which is
-    also in reports and in the keys of stored pages."""
+    also in reports and in the keys of stored pages. ``replicated``: all ranks have the same."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    replicated: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of one token."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def share(self, num_ranks: int) -> KVRow:
+        """What one of ``num_ranks`` ranks keeps of the row on the host: its part if the row is replicated, as bytes.
+        The row is divided into as many equal parts as its bytes allow."""
+        num_shares = math.gcd(self.nbytes, num_ranks) if self.replicated else 1
+        return self if num_shares == 1 else KVRow(self.name, (self.nbytes // num_shares,), "uint8")
 
 
 def keys_and_values(num_kv_heads: int, head_dim: int, dtype: str) -> tuple[KVRow, ...]:
@@ -37,7 +44,7 @@ def keys_and_values(num_kv_heads: int, head_dim: int, dtype: str) -> tuple[KVRow
 
 def latent(width: int, dtype: str) -> tuple[KVRow, ...]:
     """The row of a layer that keeps one compressed vector of ``width`` elements (MLA), like one head of keys."""
-    return (KVRow("latent", (1, width), dtype),)
+    return (KVRow("latent", (1, width), dtype, replicated=True),)
 
 
 class Part(NamedTuple):
@@ -78,6 +85,11 @@ class KVLayout:
     def uniform(page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
         """Keys and values of the same shape in every layer."""
         return KVLayout(page_size, (keys_and_values(num_kv_heads, head_dim, dtype),) * num_layers)
+
+    def share(self, num_ranks: int) -> KVLayout:
+        """What one of ``num_ranks`` ranks keeps of a page on the host and in storage, so that together they keep a row
+        that all of them have once. A part has a rank's share of the bytes of the same part here."""
+        return KVLayout(self.page_size, tuple(tuple(row.share(num_ranks) for row in rows) for rows in self.layers))
 
     @property
     def num_layers(self) -> int:

@@ -60,6 +60,12 @@ class KVPool:
         """The row ``name`` of one layer for all slots, [num_slots, *shape of the row]."""
         return self.rows[layer][name]
 
+    def shares(self, layout: KVLayout) -> list[torch.Tensor]:
+        """Each part divided into shares as large as the parts of ``layout`` (``KVLayout.share``): uint8 [num_pages,
+        number of shares, nbytes of a share]."""
+        sizes = zip(self.parts, layout.parts, strict=True)
+        return [whole.view(self.num_pages, -1, share.nbytes) for whole, share in sizes]
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor [num_slots, *shape of the row] in the order of the parts, with its name: ``layer3.k``."""
         for layer, rows in enumerate(self.rows):

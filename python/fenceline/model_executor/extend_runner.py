@@ -48,6 +48,10 @@ class ExtendRunner:
     def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`."""
         arrays = _extend_arrays(batch)
+        if self._hicache is not None and batch.loads:
+            divided = self._hicache.divided(batch.loads)
+            if len(divided):
+                arrays["divided_pages"] = divided.astype(np.int64)
         return arrays if self._speculative is None else arrays | self._speculative.draft.prefill_arrays(batch)
 
     def forward(self, batch: StepBatch, views: Views) -> Logits:
@@ -64,7 +68,7 @@ class ExtendRunner:
             logits_index=views["logits_index"],
             attn=self._parts.attention.prefill.plan(attention),
             kv_pool=self._parts.kv_pool,
-            layer_ready=self._layer_ready(batch) if batch.loads else None,
+            layer_ready=self._layer_ready(batch, views.get("divided_pages")) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
         )
         layers = self.graphs or self._parts.model
@@ -96,14 +100,15 @@ class ExtendRunner:
             extended=extended,
         )
 
-    def _layer_ready(self, batch: StepBatch) -> Callable[[int], None]:
-        """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``. After the last one it
-        declares the step's accesses, since these are of whole pages (all layers)."""
+    def _layer_ready(self, batch: StepBatch, divided: torch.Tensor | None) -> Callable[[int], None]:
+        """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``, and get the other ranks'
+        shares of the pages ``divided``. After the last one it declares the step's accesses, since these are of whole
+        pages (all layers)."""
         assert self._hicache is not None, "without a host tier nothing is loaded"
         declare = partial(
             self._parts.device.declare, StreamName.FORWARD, EXTEND_STEP, self._parts.accesses.extend, batch
         )
-        return self._hicache.layer_ready(batch.loads, self._parts.model.num_layers, declare)
+        return self._hicache.layer_ready(batch.loads, self._parts.model.num_layers, declare, divided)
 
     def _begin_penalties(self, batch: StepBatch, views: Views) -> None:
         for index, (row, chunk) in enumerate(zip(batch.rows.tolist(), batch.chunks, strict=True)):

@@ -168,7 +168,8 @@ def open_tiers(parts: Parts) -> tuple[HiCacheController | None, Storage | None]:
     with phase("Allocated the host tier", "allocating the host tier"):
         with device.forward.active():  # before any rank takes its part
             room = shard.smallest(available_host_bytes() // config.num_sharing)
-        hicache = make_hicache_controller(config, device, parts.kv_pool, parts.accesses.pages, room)
+        pages = parts.accesses.pages
+        hicache = make_hicache_controller(config, device, parts.kv_pool, pages, room, shard.communicator)
     if config.hicache.storage is not None:
         with phase("Opened the storage", "opening the storage"):
             storage = make_storage(device, hicache.host_pool, config, rank=shard.rank)

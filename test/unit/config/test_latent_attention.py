@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_parity import save_checkpoint
+from model_parity import PagedModel, reference_logits, save_checkpoint
+from ranks import Ranks
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.kv_layout import KVLayout, latent
 from fenceline.config.server_args import parse_args
+from fenceline.layers.context import torch_context
+from fenceline.layers.forward_batch import ForwardMode
 
 NUM_TOKENS = 10
 Saved = tuple[Path, transformers.PreTrainedModel]
@@ -75,6 +78,37 @@ def test_the_engine_answers_as_transformers_from_every_tier(
     graphs = driver.worker.prefill_graphs, driver.worker.decode  # type: ignore[attr-defined]
     assert all(runner.stats.replays for runner in graphs)
     assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_divide_the_heads_and_repeat_the_row(num_ranks: int, tmp_path: Path) -> None:
+    """Chunks, a prefix hit and decoding give transformers' logits on all ranks, which keep the same rows."""
+    model = save_checkpoint("deepseek-v2-query-rank", tmp_path, {"num_attention_heads": 4, "intermediate_size": 64})
+    long, short = (torch.tensor(prompts()[i]) for i in (7, 1))
+    texts = [long, torch.cat((long[:32], short))]
+    expected = reference_logits(model, texts)
+    ranks = Ranks(num_ranks)
+    ours = [PagedModel(tmp_path, 16, "cpu", context=torch_context(shard, torch.float32)) for shard in ranks.shards]
+    work = [[(0, 0, 20)], [(0, 20, 45)], [(1, 32, 60), (0, 45, 46)], [(0, 46, 47), (1, 60, 61)]]
+
+    def run(rank: int) -> list[torch.Tensor]:
+        ours[rank].share_prefix(0, 1, 2)
+        steps = [
+            ours[rank].step(
+                [(i, texts[i], start, end) for i, start, end in step],
+                ForwardMode.EXTEND if step is not work[-1] else ForwardMode.DECODE,
+            )
+            for step in work
+        ]
+        return [logits for step in steps for logits in step]
+
+    spans = [span for step in work for span in step]
+    for found in ranks.run(run):
+        for logits, (i, start, end) in zip(found, spans, strict=True):
+            torch.testing.assert_close(logits, expected[i][start:end], atol=1e-4, rtol=0)
+    of_first = [rows.nan_to_num() for _, rows in ours[0].pool.tensors()]
+    for other in ours[1:]:
+        assert all(torch.equal(a, b.nan_to_num()) for a, (_, b) in zip(of_first, other.pool.tensors(), strict=True))
 
 
 def test_a_draft_may_have_it_too(saved: Saved, expected: list[list[int]]) -> None:

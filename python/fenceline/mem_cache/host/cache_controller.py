@@ -18,14 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import DIRECT_PAGE_SIZE
+from fenceline.config.kv_layout import KVLayout
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
-from fenceline.memory_order import Device, LeasePool, Point, Points, Stream, page_layers
+from fenceline.memory_order import Communicator, Device, LeasePool, Point, Points, Stream, page_layers
 from fenceline.memory_order.access import Accesses, Memory, occupies_sm
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
@@ -37,6 +39,8 @@ I32 = npt.NDArray[np.int32]
 # group saves that and makes the step's last layers wait for the group's end: one layer of 8,192 tokens of an 8B is
 # 0.5 ms on the link.
 LAYERS_PER_POINT = 1
+
+_NO_PAGES: I32 = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -71,10 +75,12 @@ class HiCacheController:
         copier: PageCopier,
         pages: Memory | None = None,
         num_target_layers: int | None = None,
+        ranks: Communicator | None = None,
     ) -> None:
         """``pages``: the Memory of the device's pages that steps declare, which stands for all layers together. Loads
         also declare each layer separately, because a step may read some layers while others are still being loaded.
-        ``num_target_layers``: layers of the target, which come before the draft's; None if there is no draft."""
+        ``num_target_layers``: layers of the target, which come before the draft's; None if there is no draft.
+        ``ranks``: those among which the rows are divided that all of them have; None: a rank alone has all."""
         self.host_pool = host_pool
         self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
@@ -83,6 +89,10 @@ class HiCacheController:
         of_target = kv_pool.num_layers if num_target_layers is None else num_target_layers
         self._num_layers = kv_pool.num_layers
         self._num_loaded = page_layers(device, kv_pool.num_layers, of_target)
+        self._ranks = ranks
+        self._shares = kv_pool.shares(host_pool.layout)
+        self._parts_of = kv_pool.layout.parts_of
+        self._divides = any(part.shape[1] > 1 for part in self._shares)
         self._device_memory = Memory("kv_pool", kv_pool.num_pages, "page") if pages is None else pages
         self._host_memory = Memory("host_pool", host_pool.num_pages, "page")
         layers = range(kv_pool.num_layers)
@@ -157,22 +167,39 @@ class HiCacheController:
 
     # --- FORWARD -------------------------------------------------------------------------------------
 
+    def divided(self, loads: Sequence[Ticket]) -> I32:
+        """The device pages of ``loads``, just submitted, of which each rank loads a share and has to get the others'.
+        None if a rank alone loads all."""
+        return self._pages_of(loads) if self._divides else _NO_PAGES
+
     def layer_ready(
-        self, loads: Sequence[Ticket], num_layers: int, arrived: Callable[[], None] | None = None
+        self,
+        loads: Sequence[Ticket],
+        num_layers: int,
+        arrived: Callable[[], None] | None = None,
+        divided: torch.Tensor | None = None,
     ) -> Callable[[int], None]:
         """A function of the layer's number, which a step that reads the pages of ``loads`` calls before the layer first
         accesses the pool: FORWARD then waits until that layer has been loaded. Other steps do not wait (F4).
         ``num_layers``: those of the step's model; a draft's layers may follow them in the pool. At the last one FORWARD
-        waits until all layers of the pages have been loaded, and then ``arrived`` is called."""
+        waits until all layers of the pages have been loaded, and then ``arrived`` is called. ``divided``: the pages of
+        :meth:`divided`, int64 on the device; the ranks exchange their shares of each layer as it has been loaded, on
+        FORWARD, where all ranks have the same order."""
         device, forward = self._device, self._device.forward
         loads = [ticket for ticket in loads if ticket.layer_points]
+        num_complete = 0  # a step that is compared with its graphs runs twice
 
         def ready(layer: int) -> None:
+            nonlocal num_complete
             is_last = layer == num_layers - 1
             for ticket in loads:
                 point = ticket.layer_points[-1 if is_last else layer]
                 forward.wait(point, FORWARD_AFTER_LOAD)  # RAW: the layer's pages
             device.declare(StreamName.FORWARD, "layer of a prefill step", self._layer_accesses, layer, loads)
+            end = self._num_layers if is_last else layer + 1
+            if divided is not None and num_complete < end:
+                self._exchange_shares(range(num_complete, end), divided)
+                num_complete = end
             if is_last and arrived is not None:
                 arrived()
 
@@ -209,6 +236,22 @@ class HiCacheController:
 
     # --- internals -----------------------------------------------------------------------------------
 
+    def _exchange_shares(self, layers: range, pages: torch.Tensor) -> None:
+        """Get the other ranks' shares of the rows of ``layers`` in ``pages``, on FORWARD. This rank's own is not
+        written: a backup may read it."""
+        assert self._ranks is not None, "a rank alone has all"
+        for part in self._parts_of(layers):
+            shares = self._shares[part]
+            num_shares = shares.shape[1]
+            if num_shares == 1:
+                continue
+            own = self._ranks.rank % num_shares
+            gathered = self._ranks.all_gather(shares[:, own].index_select(0, pages))
+            gathered = gathered.view(len(pages), self._ranks.size, -1)
+            for others in (slice(0, own), slice(own + 1, num_shares)):
+                if shares[:, others].numel():
+                    shares[:, others].index_copy_(0, pages, gathered[:, others])
+
     def _stream(self, kind: TransferKind) -> Stream:
         return self._device.load if kind is TransferKind.LOAD else self._device.store
 
@@ -216,7 +259,7 @@ class HiCacheController:
         """Device pages of those ``loads`` that are still in flight."""
         queue = self._in_flight[TransferKind.LOAD]
         pages = [flight.device_pages for flight in queue if flight.ticket in loads]
-        return np.concatenate(pages) if pages else np.zeros(0, dtype=np.int32)
+        return np.concatenate(pages) if pages else _NO_PAGES
 
     def _num_ended(self, kind: TransferKind) -> int:
         queue, stream = self._in_flight[kind], self._stream(kind)
@@ -250,11 +293,12 @@ def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
 
 
 def make_hicache_controller(
-    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory, room: int
+    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory, room: int, ranks: Communicator | None = None
 ) -> HiCacheController:
-    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it. On a
-    GPU the sink page is copied to the host and back, so that nothing has to be compiled or loaded while a request
-    waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no room for the tier."""
+    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it.
+    ``ranks``: see ``HiCacheController``. On a GPU the sink page is copied to the host and back, so that nothing has to
+    be compiled or loaded while a request waits; this waits for the device. Raises ``ValueError`` with the remedy if the
+    host has no room for the tier."""
     assert config.hicache is not None
     io_backend = config.hicache.io_backend
     if device.kind == "cuda" and io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
@@ -262,21 +306,23 @@ def make_hicache_controller(
             "HiCache moves pages of %d token(s) by the copy engine, at a few percent of its rate: give --page-size 64",
             kv_pool.page_size,
         )
-    host_pool = HostPool(
-        device, num_host_pages(config, kv_pool), kv_pool.layout, config.server_args.hicache_mem_layout, room
-    )
-    copier = make_page_copier(device, kv_pool, host_pool, io_backend)
+    rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    layout = kv_pool.layout.share(num_ranks)
+    num_pages = num_host_pages(config, kv_pool, layout)
+    host_pool = HostPool(device, num_pages, layout, config.server_args.hicache_mem_layout, room)
+    copier = make_page_copier(device, kv_pool, host_pool, io_backend, rank)
     if device.kind == "cuda":
         _warm_up(device, copier, kv_pool.num_layers)
-    return HiCacheController(device, kv_pool, host_pool, copier, pages, config.model.num_layers)
+    return HiCacheController(device, kv_pool, host_pool, copier, pages, config.model.num_layers, ranks)
 
 
-def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:
-    """Number of pages of the host tier: as many as fit ``host_bytes``, else --hicache-ratio times the device's."""
+def num_host_pages(config: EngineConfig, kv_pool: KVPool, layout: KVLayout) -> int:
+    """Number of pages of the host tier, which have ``layout`` there: as many as fit ``host_bytes``, else
+    --hicache-ratio times the device's."""
     assert config.hicache is not None
     if config.hicache.host_bytes is None:
         return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)
-    return config.hicache.host_bytes // kv_pool.layout.page_nbytes
+    return config.hicache.host_bytes // layout.page_nbytes
 
 
 def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:

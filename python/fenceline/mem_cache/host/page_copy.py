@@ -34,9 +34,9 @@ PageIds = npt.NDArray[np.int64]
 
 
 class PageCopier(ABC):
-    """Copies pages pairwise: ``device_pages[i]`` and ``host_pages[i]`` become equal. Lists are int32 [n] and are read
-    during the call; no page may be named twice as a destination. ``uses_sm``: copies run on SMs (edge sm_exclusive),
-    not on a copy engine."""
+    """Copies pages pairwise: ``device_pages[i]`` and ``host_pages[i]`` become equal, or of a replicated row (``KVRow``)
+    the rank's share. Lists are int32 [n] and are read during the call; no page may be named twice as a destination.
+    ``uses_sm``: copies run on SMs (edge sm_exclusive), not on a copy engine."""
 
     uses_sm: bool
 
@@ -70,13 +70,17 @@ def runs_of(device_pages: Pages, host_pages: Pages) -> Iterator[Run]:
 class RunCopier(PageCopier):
     """One ``stream.copy`` for each run of pages and each part. Works on any device and needs only torch. ``strided``:
     consecutive pages of a page_first host pool are one strided copy. torch's CUDA copies of strided host memory go
-    through pageable memory, so there each page has to be a separate copy."""
+    through pageable memory, so there each page has to be a separate copy. ``rank``: whose share of replicated rows."""
 
-    def __init__(self, device: Device, kv_pool: KVPool, host_pool: HostPool, uses_sm: bool, strided: bool) -> None:
+    def __init__(
+        self, device: Device, kv_pool: KVPool, host_pool: HostPool, uses_sm: bool, strided: bool, rank: int = 0
+    ) -> None:
         self.uses_sm = uses_sm
         self._device = device
         self._kv_pool = kv_pool
         self._host_pool = host_pool
+        # Of each part what the host keeps: uint8 [num_pages, nbytes of the host's part].
+        self._parts = [part[:, rank % part.shape[1]] for part in kv_pool.shares(host_pool.layout)]
         self._whole_runs = strided or host_pool.mem_layout == "layer_first"
 
     def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None) -> None:
@@ -109,7 +113,7 @@ class RunCopier(PageCopier):
         self._check(device_pages, host_pages)
         runs = [one for run in runs_of(device_pages, host_pages) for one in self._cut(run)]
         for part in self._kv_pool.layout.parts_of(layers):
-            device_part, host_part = self._kv_pool.parts[part], self._host_pool.parts[part]
+            device_part, host_part = self._parts[part], self._host_pool.parts[part]
             for device_page, host_page, num_pages in runs:
                 yield (device_part[device_page : device_page + num_pages], host_part[host_page : host_page + num_pages])
 
@@ -191,9 +195,9 @@ class WatchedPools:
 class CudaCopier(PageCopier):
     """Copies by fenceline_kernel, on the virtual GPU by ``WatchedPools``: one call for each transfer, an SM kernel's
     launch or a batch for the copy engine. The page lists travel with the call, so nothing is uploaded. The kernels take
-    neighbouring layers of two rows that are equally large, such as keys and values. Where layers differ, each range of
-    layers that are alike takes a call of its own, and layers of other rows (a latent) are copied by torch, one copy for
-    each page or run of pages."""
+    neighbouring layers of two rows that are equally large, such as keys and values, and whole on this rank. Where
+    layers differ, each range of layers that are alike takes a call of its own, and layers of other rows (a latent) are
+    copied by torch, one copy for each page or run of pages."""
 
     def __init__(
         self,
@@ -202,16 +206,18 @@ class CudaCopier(PageCopier):
         host_pool: HostPool,
         io_backend: IoBackend,
         library: fenceline_kernel.KernelLibrary | None = None,
+        rank: int = 0,
     ) -> None:
-        """``library``: the kernels; None: those for the device. Raises ``ImportError`` or ``RuntimeError`` if there are
-        none."""
+        """``library``: the kernels; None: those for the device. ``rank``: see ``RunCopier``. Raises ``ImportError`` or
+        ``RuntimeError`` if there are none."""
         self.uses_sm = io_backend == "kernel"
         self._device = device
         self._pools: list[tuple[range, fenceline_kernel.PagePools | WatchedPools, int]] = []
         self._others: list[range] = []
-        self._run_copier = RunCopier(device, kv_pool, host_pool, uses_sm=False, strided=False)
+        self._run_copier = RunCopier(device, kv_pool, host_pool, uses_sm=False, strided=False, rank=rank)
         for layers in kv_pool.layout.alike:
-            if not _has_pairs(kv_pool.layout.layers[layers.start]):
+            rows = kv_pool.layout.layers[layers.start]
+            if not _has_pairs(rows) or host_pool.layout.layers[layers.start] != rows:
                 self._others.append(layers)
                 continue
             pools = make_page_pools(kv_pool, host_pool, layers, io_backend, library)
@@ -263,7 +269,7 @@ def make_page_pools(
     """Both ends of copies of ``layers``, which are alike, as fenceline_kernel takes them: as bytes, with one head that
     is as wide as a row. Raises ``ImportError`` or ``RuntimeError`` if there are no kernels."""
     parts = kv_pool.layout.parts_of(layers)
-    first, num_slots = kv_pool.layout.parts[parts.start], kv_pool.num_pages * kv_pool.page_size
+    first, num_slots = host_pool.layout.parts[parts.start], kv_pool.num_pages * kv_pool.page_size
     width = first.row.nbytes
     sides = [kv_pool.parts[part].view(num_slots, 1, width) for part in parts]
     length = len(parts) * first.nbytes
@@ -283,18 +289,21 @@ def make_page_pools(
     )
 
 
-def make_page_copier(device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend) -> PageCopier:
-    """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine. On a GPU both
+def make_page_copier(
+    device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend, rank: int = 0
+) -> PageCopier:
+    """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine. ``rank``: whose
+    share of replicated rows ``host_pool`` keeps. On a GPU both
     need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages and part, and
     ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy in the same way. On a device that watches its
     memory ``kernel`` is one launch for each transfer, and a backup occupies the resource ``sm``."""
     uses_sm = io_backend == "kernel"
     if uses_sm and is_watched(device.torch_device):
-        return CudaCopier(device, kv_pool, host_pool, io_backend)
+        return CudaCopier(device, kv_pool, host_pool, io_backend, rank=rank)
     if device.kind != "cuda":
-        return RunCopier(device, kv_pool, host_pool, uses_sm, strided=True)
+        return RunCopier(device, kv_pool, host_pool, uses_sm, strided=True, rank=rank)
     try:
-        return CudaCopier(device, kv_pool, host_pool, io_backend)
+        return CudaCopier(device, kv_pool, host_pool, io_backend, rank=rank)
     except (ImportError, RuntimeError) as error:  # KernelUnavailable is a RuntimeError
         if uses_sm:
             raise ValueError(
@@ -302,4 +311,4 @@ def make_page_copier(device: Device, kv_pool: KVPool, host_pool: HostPool, io_ba
                 "install it (pip install --no-deps -e sgl-kernel/), or use --hicache-io-backend direct"
             ) from error
         logger.warning("Transfers of pages are slower without fenceline_kernel: %s", error)
-        return RunCopier(device, kv_pool, host_pool, uses_sm, strided=False)
+        return RunCopier(device, kv_pool, host_pool, uses_sm, strided=False, rank=rank)
