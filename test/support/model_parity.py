@@ -144,6 +144,26 @@ _DEEPSEEK: dict[str, object] = {
     "rope_parameters": {**_ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7},
 }
 
+# As DeepSeek-V3.2 and GLM-5 are published. Sixteen heads of the indexer: of fewer, relu makes so many exact zeros that
+# transformers' choice among equal scores counts.
+_SPARSE: dict[str, object] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "index_n_heads": 16,
+    "index_head_dim": 28,
+    "index_topk": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 # The family and the entries of config.json that differ from SIZES. The names are test ids.
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
@@ -230,6 +250,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "routed_scaling_factor": 1.5,
             "rope_parameters": {**_ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.5},
         },
+    ),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        {**_SPARSE, "rope_parameters": {**_ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "glm-5": ("GlmMoeDsa", {**_SPARSE, "attention_bias": True, "rms_norm_eps": 1e-2}),
+    "glm-5-shared": (
+        "GlmMoeDsa",
+        {**_SPARSE, "num_hidden_layers": 5, "indexer_types": ["full", "shared", "full", "shared", "shared"]},
     ),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "ernie4.5-moe": ("Ernie4_5_Moe", {**_ERNIE, "moe_num_shared_experts": 2}),

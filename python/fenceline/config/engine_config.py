@@ -620,6 +620,11 @@ def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
             f"{model.model_path}: {model.architecture} has latent attention, for which there are no GPU kernels yet;"
             " use --device cpu"
         )
+    if model.indexer is not None and device == "cuda":
+        raise ConfigError(
+            f"{model.model_path}: {model.architecture} has sparse attention, which runs on a CPU only so far; use"
+            " --device cpu"
+        )
     if args.kv_cache_dtype != "auto":
         raise ConfigError(
             f"--kv-cache-dtype {args.kv_cache_dtype}: {model.architecture} keeps latents, which cannot be stored in"

@@ -84,6 +84,20 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerConfig:
+    """Sparse attention over latents (DeepSeek-V3.2, arXiv:2512.02556): a query attends to the ``top_k`` tokens that an
+    indexer with ``num_heads`` heads of ``head_dim`` features gives the best scores, to all if there are no more. The
+    first features of a head rotate as the latent does: in pairs of adjacent ones if ``interleaved``, else in halves.
+    ``layers`` have an indexer. Every other layer attends to the tokens that the last of these has selected."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
     """The factors of embeddings, branches, logits and attention scores. ``attention`` None: head_dim ** -0.5."""
 
@@ -230,7 +244,10 @@ def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -
     )
 
 
-def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+def _glm_experts(
+    reader: ConfigReader, num_layers: int, groups: tuple[int, int] = (1, 1), scaling: float = 1.0, num_dense: int = 1
+) -> ExpertsConfig:
+    """The others are defaults of n_group, topk_group, routed_scaling_factor and first_k_dense_replace."""
     size = reader.size("moe_intermediate_size")
     return ExpertsConfig(
         num_experts=reader.size("n_routed_experts" if "n_routed_experts" in reader.values else "num_local_experts"),
@@ -238,12 +255,20 @@ def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
         intermediate_size=size,
         renormalise=reader.switch("norm_topk_prob", True),
         sigmoid=True,
-        num_groups=reader.size("n_group", 1),
-        top_groups=reader.size("topk_group", 1),
-        scaling=reader.number("routed_scaling_factor", 1.0),
+        num_groups=reader.size("n_group", groups[0]),
+        top_groups=reader.size("topk_group", groups[1]),
+        scaling=reader.number("routed_scaling_factor", scaling),
         shared_size=size * reader.size("n_shared_experts", 1),
-        dense_layers=frozenset(range(min(reader.count("first_k_dense_replace", default=1), num_layers))),
+        dense_layers=_dense_layers(reader, num_layers, num_dense),
     )
+
+
+def _dense_layers(reader: ConfigReader, num_layers: int, default: int) -> frozenset[int]:
+    """The layers without experts: those that mlp_layer_types calls dense, else the first ones."""
+    num_dense, kinds = reader.count("first_k_dense_replace", default=default), reader.strings("mlp_layer_types")
+    if kinds and (len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}):
+        raise ConfigError(f"config.json: mlp_layer_types must say dense or sparse of each of the {num_layers} layers")
+    return frozenset(i for i in range(num_layers) if (kinds[i] == "dense" if kinds else i < num_dense))
 
 
 def _deepseek_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
@@ -261,7 +286,10 @@ def _deepseek_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     )
 
 
-def _deepseek_latent(reader: ConfigReader) -> LatentConfig:
+def _deepseek_latent(
+    reader: ConfigReader, q_rank: int = 1536, nope_dim: int = 128, v_dim: int = 128, has_rank: bool = False
+) -> LatentConfig:
+    """The sizes are defaults. ``has_rank``: queries without a rank are refused."""
     reader.overridden("head_dim", "qk_head_dim")  # by the sizes of their parts
     num_heads = reader.size("num_attention_heads")
     if reader.size("num_key_value_heads", num_heads) != num_heads:
@@ -272,13 +300,53 @@ def _deepseek_latent(reader: ConfigReader) -> LatentConfig:
     if rope_dim % 2:
         raise ConfigError(f"config.json: qk_rope_head_dim must be even for rotary positions, got {rope_dim}")
     has_no_rank = "q_lora_rank" in reader.values and reader.values["q_lora_rank"] is None
+    if has_no_rank and has_rank:
+        raise ConfigError("config.json: q_lora_rank must be a number: the indexer reads the latents of queries")
     return LatentConfig(
-        q_lora_rank=None if has_no_rank else reader.size("q_lora_rank", 1536),
+        q_lora_rank=None if has_no_rank else reader.size("q_lora_rank", q_rank),
         kv_lora_rank=reader.size("kv_lora_rank", 512),
-        qk_nope_head_dim=reader.size("qk_nope_head_dim", 128),
+        qk_nope_head_dim=reader.size("qk_nope_head_dim", nope_dim),
         qk_rope_head_dim=rope_dim,
-        v_head_dim=reader.size("v_head_dim", 128),
+        v_head_dim=reader.size("v_head_dim", v_dim),
     )
+
+
+def _indexer(
+    reader: ConfigReader, num_layers: int, num_heads: int, interleaved: bool = False, shares: bool = False
+) -> IndexerConfig:
+    """``num_heads`` is a default. ``shares``: some layers may have no indexer of their own."""
+    head_dim, rope_dim = reader.size("index_head_dim", 128), reader.size("qk_rope_head_dim", 64)
+    if head_dim < rope_dim:
+        raise ConfigError(f"config.json: index_head_dim {head_dim} is less than the {rope_dim} features that rotate")
+    return IndexerConfig(
+        num_heads=reader.size("index_n_heads", num_heads),
+        head_dim=head_dim,
+        top_k=reader.size("index_topk", 2048),
+        interleaved=interleaved,
+        layers=_indexed_layers(reader, num_layers) if shares else frozenset(range(num_layers)),
+    )
+
+
+def _indexed_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    """The layers with an indexer: those that indexer_types names, or a pattern of one letter a layer; without either
+    the first ones, then every ``index_topk_freq``-th."""
+    kinds = reader.strings("indexer_types")
+    pattern = reader.values.get("index_topk_pattern")
+    every, offset = reader.count("index_topk_freq", default=1), reader.count("index_skip_topk_offset", default=2)
+    if not kinds and isinstance(pattern, str):
+        kinds = tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
+    elif not kinds:
+        kinds = reader.strings("index_topk_pattern")
+    if not kinds:
+        starts = (max(layer - offset + 1, 0) for layer in range(num_layers))
+        kinds = tuple("shared" if start % max(every, 1) else "full" for start in starts)
+    unknown = set(kinds) - {"full", "shared"}
+    if unknown or len(kinds) < num_layers or kinds[0] != "full":
+        raise ConfigError(
+            f"config.json: indexer_types must say full or shared of each of the {num_layers} layers, and full of the"
+            f" first; got {', '.join(kinds)}"
+        )
+    return frozenset(layer for layer in range(num_layers) if kinds[layer] == "full")
 
 
 def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = False) -> ExpertsConfig:
@@ -330,7 +398,8 @@ class Family:
 
     ``head_dim`` is a default (None: hidden_size divided by the number of heads). ``windows`` returns the sliding window
     of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
-    number of layers. ``latent`` returns the sizes of latent attention; None: layers keep keys and values.
+    number of layers. ``latent`` returns the sizes of latent attention; None: layers keep keys and values. ``indexer``
+    returns how latents are selected (None: none are), and gets the number of layers.
     ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
     ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
     ``activation_key`` is the entry for the activation, None if there is none.
@@ -368,6 +437,7 @@ class Family:
     windows: Callable[[ConfigReader, int], Windows] = _no_windows
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
     latent: Callable[[ConfigReader], LatentConfig] | None = None
+    indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
 
 
 _ERNIE_4_5 = Family(
@@ -383,6 +453,22 @@ _ERNIE_4_5 = Family(
         "moe_norm_gate_logits": (True,),
         "compression_ratio": (1.0,),
     },
+)
+_SPARSE = Family(
+    rope_interleaved=True,
+    appended_mtp=True,
+    quantized=(),
+    computed={
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "rope_interleave": (True,),
+        "indexer_rope_interleave": (False,),
+        "index_share_for_mtp_iteration": (False, True),
+    },
+    experts=partial(_glm_experts, groups=(8, 4), scaling=2.5, num_dense=3),
+    latent=partial(_deepseek_latent, has_rank=True),
+    indexer=partial(_indexer, num_heads=64),
 )
 _GEMMA_3 = Family(
     head_dim=256,
@@ -419,6 +505,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             experts=_deepseek_experts,
             latent=_deepseek_latent,
         ),
+        "DeepseekV32ForCausalLM": _SPARSE,
         "Ernie4_5ForCausalLM": _ERNIE_4_5,
         "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
         "Exaone4ForCausalLM": Family(
@@ -446,6 +533,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             switches=("use_qk_norm",),
             computed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
             experts=_glm_experts,
+        ),
+        "GlmMoeDsaForCausalLM": replace(
+            _SPARSE,
+            rms_norm_eps=1e-5,
+            computed={**_SPARSE.computed, "indexer_rope_interleave": (True,)},
+            experts=partial(_glm_experts, scaling=2.5, num_dense=3),
+            latent=partial(_deepseek_latent, q_rank=2048, nope_dim=192, v_dim=256, has_rank=True),
+            indexer=partial(_indexer, num_heads=32, interleaved=True, shares=True),
         ),
         "GptOssForCausalLM": Family(
             head_dim=64,

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+INDEX = "index"  # the name of an indexer's row
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class KVRow:
     """What one token keeps in one tensor of one layer: ``shape`` elements of ``dtype`` (as torch names it), contiguous.
-    ``name`` says what it is: ``k``, ``v`` or ``latent``. The layer asks the pool for the row by this name, which is
-    also in reports and in the keys of stored pages. ``replicated``: all ranks have the same."""
+    ``name`` says what it is: ``k``, ``v``, ``latent`` or ``index``. The layer asks the pool for the row by this name,
+    which is also in reports and in the keys of stored pages. ``replicated``: all ranks have the same."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,6 +46,11 @@ def keys_and_values(num_kv_heads: int, head_dim: int, dtype: str) -> tuple[KVRow
 def latent(width: int, dtype: str) -> tuple[KVRow, ...]:
     """The row of a layer that keeps one compressed vector of ``width`` elements (MLA), like one head of keys."""
     return (KVRow("latent", (1, width), dtype, replicated=True),)
+
+
+def index_keys(head_dim: int, dtype: str) -> tuple[KVRow, ...]:
+    """The row of a layer with an indexer, which selects the tokens to attend to: one key, beside the latent."""
+    return (KVRow(INDEX, (1, head_dim), dtype, replicated=True),)
 
 
 class Part(NamedTuple):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
-from fenceline.config.families import FAMILIES, ExpertsConfig, Family, LatentConfig, Multipliers, Windows
-from fenceline.config.kv_layout import KVRow, keys_and_values, latent
+from fenceline.config.families import FAMILIES, ExpertsConfig, Family, IndexerConfig, LatentConfig, Multipliers, Windows
+from fenceline.config.kv_layout import KVRow, index_keys, keys_and_values, latent
 from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
 
@@ -55,7 +55,8 @@ class ModelConfig:
     used. ``rope_interleaved`` and ``partial_rotary_factor``: see ``RotaryEmbedding``. ``unrotated_layers`` have no
     position embedding. ``quantization`` is the number format of the linear layers; None: ``dtype``. ``experts`` is None
     for dense models. ``latent`` is None for models whose layers keep keys and values; otherwise all heads share one
-    row, which counts as one key/value head, and ``head_dim`` is that of queries.
+    row, which counts as one key/value head, and ``head_dim`` is that of queries. ``indexer`` is None if latents are
+    attended to as keys and values are, and not selected.
     """
 
     model_path: str
@@ -94,6 +95,7 @@ class ModelConfig:
     quantization: QuantConfig | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    indexer: IndexerConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -120,7 +122,11 @@ class ModelConfig:
         """What the KV pool of one of ``num_ranks`` ranks stores for each token, layer by layer. Key/value heads are
         divided over the ranks, or repeated if there are fewer of them."""
         if self.latent is not None:
-            return (latent(self.latent.width, dtype),) * self.num_layers
+            rows, index = latent(self.latent.width, dtype), self.indexer
+            if index is None:
+                return (rows,) * self.num_layers
+            keys = index_keys(index.head_dim, dtype)
+            return tuple(rows + keys if layer in index.layers else rows for layer in range(self.num_layers))
         num_heads = max(self.num_kv_heads // num_ranks, 1)
         return (keys_and_values(num_heads, self.head_dim, dtype),) * self.num_layers
 
@@ -205,7 +211,8 @@ class ModelConfig:
         _check_divisors(rope_scaling, int(rotary_dim * partial_rotary))
         bos = token_ids(hf.get("bos_token_id"))
         windows = family.windows(reader, num_layers)
-        _check_layer_types(reader, windows, num_layers)
+        indexer = None if family.indexer is None else family.indexer(reader, num_layers)
+        _check_layer_types(reader, windows, num_layers, "full_attention" if indexer is None else "indexed_attention")
         for key in family.switches:
             reader.switch(key)  # it is read where the layers are made, and checked here
         config = cls(
@@ -247,6 +254,7 @@ class ModelConfig:
             quantization=quantization_config,
             experts=_experts(family, reader, num_layers, experts_format),
             latent=sizes,
+            indexer=indexer,
             sampling_defaults=_sampling_defaults(generation),
             hf_config=plain,
         )
@@ -325,11 +333,12 @@ def _activation(hf: Mapping[str, object], family: Family) -> str:
     return _ACTIVATIONS[name]
 
 
-def _check_layer_types(reader: ConfigReader, windows: Windows, num_layers: int) -> None:
-    """Raises ``ConfigError`` if layer_types contradicts ``windows``, which may follow from other entries."""
+def _check_layer_types(reader: ConfigReader, windows: Windows, num_layers: int, plain: str) -> None:
+    """Raises ``ConfigError`` if layer_types contradicts ``windows``, which may follow from other entries. ``plain``:
+    what it calls layers without a window."""
     for layer, kind in enumerate(reader.strings("layer_types")[:num_layers]):
         window = windows[layer] if layer < len(windows) else None
-        if kind != ("full_attention" if window is None else "sliding_attention"):
+        if kind != (plain if window is None else "sliding_attention"):
             raise ConfigError(
                 f"config.json: layer_types says {kind} of layer {layer}, which other entries contradict"
                 " (sliding_window, use_sliding_window) or this architecture does not have"

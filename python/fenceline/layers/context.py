@@ -14,7 +14,7 @@ from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.fixed_order import FixedOrderKernels
 from fenceline.layers.quantized import QuantizedFormat, QuantizedWeight, make_format
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
-from fenceline.memory_order import Communicator
+from fenceline.memory_order import Communicator, Selecting
 
 _CONVERTS_FP8 = (8, 9)  # the first compute capability with instructions for it
 
@@ -93,6 +93,7 @@ class LayerContext:
     quantized: Callable[[QuantizedFormat], Weight] = QuantizedWeight  # makes a weight that is stored so
 
     kv_dtype: torch.dtype | None = None  # of keys and values in the pool; None: ``dtype``
+    selecting: Selecting = Selecting()  # how sparse attention selects tokens
     norm_offset: float = 0.0  # is added to the weights of norms
     format: QuantConfig | None = None
     module: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from fenceline.memory_order import Best
 
 if TYPE_CHECKING:
     from fenceline.mem_cache.kv_pool import KVPool
@@ -92,6 +94,37 @@ class VerifyInputs:
     num_heads: int  # of q
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexQueries:
+    """By what an indexer scores the tokens that T queries see: a token's score for a query is the sum over heads of
+    weight * relu(query . key), where the key is the token's ``index`` row. ``top_k`` tokens are selected."""
+
+    queries: torch.Tensor  # [T, heads, features]
+    weights: torch.Tensor  # [T, heads] float32
+    top_k: int
+    best: Best  # guard ``tie_order``
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The tokens to which the queries of one step attend in some layers. ``tokens`` are in the form that the step's
+    plan has given them, and only the plan reads them."""
+
+    layer_id: int  # whose indexer has selected them
+    out_slots: torch.Tensor  # of the step's batch, by which it is known to be this step's
+    tokens: Sequence[torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class SparseState:
+    """What the layers of one forward hand on that attend to selected tokens. ``queries``: from a layer's projections to
+    its attention, with their weights; a forward in pieces has buffers for them. ``selection``: the latest one, for the
+    layers that have no indexer of their own. Only attention touches it, and that is in no piece."""
+
+    queries: tuple[torch.Tensor, torch.Tensor] | None = None
+    selection: Selection | None = None
+
+
 class AttentionPlan(ABC):
     """How the attention of one batch is computed. All layers use the same plan."""
 
@@ -112,6 +145,24 @@ class AttentionPlan(ABC):
         """Like ``forward``, but the result is written to ``out``, contiguous [T, num_heads, head_dim] in q's dtype,
         where the graph of the next piece reads it."""
         out.copy_(self.forward(layer_id, q, k, v, scale))
+
+    def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
+        """Of the tokens that each query sees, those with the best scores, all if there are at most ``top_k``. Of equal
+        scores the first tokens are taken, because relu gives many exact zeros. This step's own keys are in the layer's
+        ``index`` rows."""
+        raise AssertionError(f"the attention of layer {layer_id} selects no tokens")
+
+    def forward_selected(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        tokens: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Like ``forward``, over the ``tokens`` that ``select`` has returned."""
+        raise AssertionError(f"the attention of layer {layer_id} selects no tokens")
 
 
 class PieceBuffers:
@@ -170,6 +221,8 @@ class ForwardBatch:
     # By norm: its result for the residual stream, if an all-reduce has computed it as well. The branch that has the
     # norm takes the entry out.
     normed: dict[object, torch.Tensor] = field(default_factory=dict, compare=False)
+    # Empty when the forward begins.
+    sparse: SparseState = field(default_factory=SparseState, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -29,6 +29,9 @@ class LatentAttention(TokenMixer):
     """x += o_proj(attention(norm(x))). Its row in the pool is ``latent``, [kv_lora_rank + qk_rope_head_dim], which each
     rank keeps whole; heads are divided over the ranks."""
 
+    selects = False
+    """Whether a query attends to selected tokens."""
+
     def __init__(self, site: LayerSite, bias: bool = False, norms: BranchNorms = BEFORE_ATTENTION) -> None:
         """``bias`` is for the projections from and to the residual stream. Parameters are uninitialised."""
         config, context = site.config, site.context.inside(self.name)
@@ -38,7 +41,8 @@ class LatentAttention(TokenMixer):
         scale, scaling = config.head_dim**-0.5, config.rope_scaling
         if scaling is not None and scaling.mscale_all_dim:
             scale *= yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
-        heads, rules = HeadLayout(num_heads, 1, self.latent.width), LayerRules(rows=("latent", "latent"))
+        heads = HeadLayout(num_heads, 1, self.latent.width)
+        rules = LayerRules(rows=("latent", "latent"), selects=self.selects)
         super().__init__(site, norms, heads, (num_heads + 1) * self.latent.width, rules, scale)
         self.q_a_proj: ReplicatedLinear | None = None
         rank, queries = self.latent.q_lora_rank, config.num_heads * config.head_dim
@@ -86,7 +90,11 @@ class LatentAttention(TokenMixer):
             # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(self.layer_id)
         batch.kv_pool.row(self.layer_id, "latent").index_copy_(0, batch.out_slots, rows[:, num_heads:])
+        self.project_index(normed, down, batch)
         return projected
+
+    def project_index(self, normed: torch.Tensor, query_latent: torch.Tensor, batch: ForwardBatch) -> None:
+        """What a layer that selects tokens computes further of its input, after its norm, and the queries' latents."""
 
     def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = projected.view(len(projected), self.heads.num_heads + 1, -1)

@@ -9,6 +9,8 @@ from fenceline.memory_order.communicator import CollectiveBackend, Communicator,
 from fenceline.memory_order.device import CpuDevice, Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.guards import (
+    Best,
+    Selecting,
     comparison,
     hidden_copy,
     node_moves,
@@ -29,6 +31,7 @@ __all__ = [
     "Arena",
     "ArenaField",
     "ArenaOutputs",
+    "Best",
     "CollectiveBackend",
     "Communicator",
     "CommunicatorError",
@@ -51,6 +54,7 @@ __all__ = [
     "ResultLease",
     "ResultRing",
     "Role",
+    "Selecting",
     "Stream",
     "comparison",
     "hidden_copy",

@@ -11,8 +11,8 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -171,6 +171,33 @@ def hidden_copy(device: Device, kept: torch.Tensor, x: torch.Tensor) -> None:
     replayed after the present one. Severed, ``kept`` holds what an earlier step has copied."""
     if device.keeps(KEPT_HIDDEN):
         kept.copy_(x)
+
+
+# --- the selection of sparse attention ------------------------------------------------------------------
+
+Best = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def first_of_best(scores: torch.Tensor, num: int) -> torch.Tensor:
+    """Which of the last axis are among the ``num`` with the best ``scores``, bool of their shape. Of those with equal
+    scores the first are taken."""
+    if scores.shape[-1] <= num:
+        return torch.ones_like(scores, dtype=torch.bool)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :num], True)
+
+
+def _itself(_layer: int, made: Any) -> Any:
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Selecting:
+    """How layers select tokens: ``best`` chooses among scores, and what layers without an indexer use of the selection
+    that ``layer`` has ``made`` is ``hand_on(layer, made)``."""
+
+    best: Best = first_of_best
+    hand_on: Callable[[int, Any], Any] = _itself
 
 
 # --- weights -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import Branch, BranchNorms, DecoderLayer, GatedMLP, LayerSite, SelfAttention
 from fenceline.layers.experts import ExpertNames, ExpertsMLP
 from fenceline.layers.latent_attention import LatentAttention
+from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
 
 _ERNIE_CORRECTION = "moe_statics.e_score_correction_bias"
@@ -90,6 +91,15 @@ def _deepseek_v2(site: LayerSite) -> DecoderLayer:
     assert config.experts is not None, "the family reads its experts from config.json"
     names = ExpertNames(shared="shared_experts" if config.experts.shared_size else None)
     return DecoderLayer(LatentAttention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
+
+
+def _sparse(site: LayerSite) -> DecoderLayer:
+    """DeepSeek-V3.2 (arXiv:2512.02556) and GLM-5 (2026): latent attention to the tokens that an indexer selects, and
+    experts chosen by sigmoids with a correction, with a shared expert. The first layers have a dense MLP. In GLM-5 some
+    layers share the selection of an earlier one."""
+    config = site.config
+    names = ExpertNames(shared="shared_experts", correction="gate.e_score_correction_bias")
+    return DecoderLayer(SparseLatentAttention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
 
 
 def _ernie4_5(site: LayerSite) -> DecoderLayer:
@@ -196,6 +206,7 @@ class Architecture:
 MODELS: Mapping[str, Architecture] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": Architecture(_deepseek_v2),
+        "DeepseekV32ForCausalLM": Architecture(_sparse),
         "Ernie4_5ForCausalLM": Architecture(_ernie4_5),
         "Ernie4_5_MoeForCausalLM": Architecture(_ernie4_5, _ernie_weights),
         "Exaone4ForCausalLM": Architecture(_exaone4),
@@ -204,6 +215,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Gemma3ForConditionalGeneration": Architecture(_gemma, _text_weights),
         "Glm4ForCausalLM": Architecture(_glm4),
         "Glm4MoeForCausalLM": Architecture(_glm4_moe),
+        "GlmMoeDsaForCausalLM": Architecture(_sparse),
         "GptOssForCausalLM": Architecture(_gpt_oss),
         "GraniteForCausalLM": Architecture(_llama),
         "LlamaForCausalLM": Architecture(_llama),

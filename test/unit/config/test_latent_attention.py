@@ -1,4 +1,4 @@
-"""Latent attention in the engine: radix tree, chunks, host tier and speculation see rows, whatever is in them."""
+"""Latent attention in the engine, sparse and not: tree, chunks, host and speculation see rows, whatever is in them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 import transformers
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from ranks import Ranks
-from scheduler_driver import Driver, answers, make_model_driver, request
+from scheduler_driver import Driver, answers, make_model_driver
+from scheduler_driver import request as ask
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
-from fenceline.config.kv_layout import KVLayout, latent
+from fenceline.config.kv_layout import KVLayout, index_keys, latent
 from fenceline.config.server_args import parse_args
 from fenceline.layers.context import torch_context
 from fenceline.layers.forward_batch import ForwardMode
@@ -24,10 +25,18 @@ NUM_TOKENS = 10
 Saved = tuple[Path, transformers.PreTrainedModel]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    directory = tmp_path_factory.mktemp("deepseek")
-    return directory, save_checkpoint("deepseek-v2-lite", directory)
+# The layers that keep an indexer's keys too. Prompts are longer than what an indexer selects.
+INDEXED: dict[str, tuple[bool, ...]] = {
+    "deepseek-v2-lite": (False,) * 3,
+    "deepseek-v3.2": (True,) * 3,
+    "glm-5-shared": (True, False, True, False, False),
+}
+
+
+@pytest.fixture(scope="module", params=INDEXED)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, save_checkpoint(request.param, directory)
 
 
 def prompts() -> list[list[int]]:
@@ -51,11 +60,11 @@ def expected(saved: Saved) -> list[list[int]]:
 
 def asked(driver: Driver, which: Sequence[int], label: str) -> list[list[int]]:
     params = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    return answers(driver, [request(f"{label}{i}", prompts()[i], **params) for i in which])
+    return answers(driver, [ask(f"{label}{i}", prompts()[i], **params) for i in which])
 
 
 def test_the_engine_answers_as_transformers_from_every_tier(
-    saved: Saved, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    saved: Saved, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Chunks, shared prefixes, graphs, and pages that were on the host: the device holds two of the prompts."""
     driver = make_model_driver(
@@ -63,7 +72,9 @@ def test_the_engine_answers_as_transformers_from_every_tier(
         enable_hierarchical_cache=True, hicache_ratio=6.0, cuda_graph_bs=(1, 2, 4), piecewise_cuda_graph_tokens=(16,),
     )  # fmt: skip
     layout = driver.worker.kv_pool.layout  # type: ignore[attr-defined]
-    assert layout == KVLayout(4, (latent(32 + 16, "float32"),) * 3)
+    indexed = INDEXED[request.node.callspec.params["saved"]]
+    rows, keys = latent(32 + 16, "float32"), index_keys(28, "float32")
+    assert layout == KVLayout(4, tuple(rows + keys if has_index else rows for has_index in indexed))
     loads: list[int] = []
     copier = driver.worker.hicache._copier  # type: ignore[attr-defined]
     to_device: Callable[..., None] = copier.to_device
@@ -80,10 +91,12 @@ def test_the_engine_answers_as_transformers_from_every_tier(
     assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-query-rank", "glm-5-shared"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_divide_the_heads_and_repeat_the_row(num_ranks: int, tmp_path: Path) -> None:
+def test_ranks_divide_the_heads_and_repeat_the_rows(name: str, num_ranks: int, tmp_path: Path) -> None:
     """Chunks, a prefix hit and decoding give transformers' logits on all ranks, which keep the same rows."""
-    model = save_checkpoint("deepseek-v2-query-rank", tmp_path, {"num_attention_heads": 4, "intermediate_size": 64})
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+    model = save_checkpoint(name, tmp_path, {**heads, "intermediate_size": 64})
     long, short = (torch.tensor(prompts()[i]) for i in (7, 1))
     texts = [long, torch.cat((long[:32], short))]
     expected = reference_logits(model, texts)
@@ -119,9 +132,10 @@ def test_a_draft_may_have_it_too(saved: Saved, expected: list[list[int]]) -> Non
         speculative_eagle_topk=2, speculative_num_steps=2,
     )  # fmt: skip
     assert asked(driver, range(8), "") == expected
-    assert driver.worker.kv_pool.num_layers == 6  # type: ignore[attr-defined]
+    assert driver.worker.kv_pool.num_layers == 2 * saved[1].config.num_hidden_layers  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("saved", ["deepseek-v2-lite"], indirect=True)
 @pytest.mark.parametrize(
     ("flags", "gpu", "message"),
     [

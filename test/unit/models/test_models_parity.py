@@ -246,7 +246,7 @@ def _other(key: str, value: object, num_layers: int) -> object:
         return value * 2 + 0.25
     if key == "layer_types":
         kinds = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
-        return [kinds[kind] for kind in value] if value else ["full_attention"] * num_layers
+        return [kinds.get(kind, "full_attention") for kind in value] if value else ["full_attention"] * num_layers
     if key == "no_rope_layers":
         return [0, 1] * (num_layers // 2)
     return None if value is not None else 1

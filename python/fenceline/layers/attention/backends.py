@@ -122,10 +122,11 @@ class AttentionSetting:
 
     @property
     def by_kind(self) -> list[AttentionSetting]:
-        """One setting for each kind of layers, which have the same window and the same rows in the pool."""
+        """One setting for each kind of layers, which have the same window and attend to the same rows in the pool."""
         parts: dict[tuple[object, ...], list[int]] = {}
         for layer in self.own_layers:
-            kind = self.rules.get(layer, PLAIN).window, self.kv_pool.layout.layers[layer]
+            rules = self.rules.get(layer, PLAIN)
+            kind = rules.window, *(row for row in self.kv_pool.layout.layers[layer] if row.name in rules.rows)
             parts.setdefault(kind, []).append(layer)
         return [
             replace(self, layers=layers, rules={i: self.rules[i] for i in layers if i in self.rules})

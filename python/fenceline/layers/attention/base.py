@@ -22,18 +22,21 @@ class LayerRules:
     belongs to no token and has a value of zero. The soft cap is not applied to the sinks.
 
     ``rows`` names the layer's rows in the KV pool that hold the keys and the values. If it is the same row for both
-    (``latent``), the layer takes of the result what it needs.
+    (``latent``), the layer takes of the result what it needs. ``selects``: a query attends to the tokens that an
+    indexer has selected for it (``AttentionPlan.select``).
     """
 
     window: int | None = None
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
     rows: tuple[str, str] = ("k", "v")
+    selects: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether the layer has none of these, so that attention is softmax(scale q k^T) v with rows k and v."""
-        return self.window is None and self.soft_cap == 0.0 and self.sinks is None and self.rows == PLAIN.rows
+        plain_scores = self.window is None and self.soft_cap == 0.0 and self.sinks is None
+        return plain_scores and self.rows == PLAIN.rows and not self.selects
 
 
 PLAIN = LayerRules()

@@ -50,6 +50,20 @@ class _FixedOrderPlan(ReferencePlan):
             outputs.append(_attend_tile(tile, k, v, hidden[..., rows, :], scale, rules.soft_cap, sinks))
         return torch.cat(outputs, 2).to(q.dtype)
 
+    def index_scores(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        num_heads, segments = q.shape[2], k.unflatten(1, (-1, _SEGMENT)).transpose(2, 3)
+        scores = q.new_zeros(*q.shape[:2], k.shape[1])
+        for first in range(0, num_heads, _ROWS):
+            rows = F.pad(q[:, :, first : first + _ROWS], (0, 0, 0, max(first + _ROWS - num_heads, 0)))
+            # [G, queries, segments, _ROWS, _SEGMENT]: every product has the same shape.
+            tiles = [rows.unsqueeze(2), segments.unsqueeze(1)]
+            shape = (*q.shape[:2], segments.shape[1])
+            rows, keys = (x.expand(*shape, -1, -1).flatten(0, 2) for x in tiles)
+            products = (rows @ keys).relu().unflatten(0, shape).transpose(2, 3).flatten(3)
+            for head in range(first, min(first + _ROWS, num_heads)):
+                scores += products[:, :, head - first] * weights[:, :, head, None]
+        return scores
+
 
 def _attend_tile(
     q: torch.Tensor,

@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.kv_layout import INDEX
 from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
     ForwardMode,
     GraphDecodeInputs,
+    IndexQueries,
     QueryTree,
     VerifyInputs,
 )
@@ -31,6 +33,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 _GATHER_BYTES = 256 << 20  # of keys and values that are gathered at once
 _GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this many times as much
 _QUERY_BLOCK = 128  # queries of a request that are computed at once
+_MOST_SCORES = 1 << 24  # of an indexer's heads, that are computed at once
 # Tokens past a request's end are read from the sink page, never from one that may belong to another request by now.
 SINK_SLOT = 0
 
@@ -99,9 +102,53 @@ class ReferencePlan(AttentionPlan):
         self._reads = [some.reads(self._kv_pool.page_size, self._window) for some in self._requests]
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        assert self._reads, "prepare comes first"
-        rules, num_kv_heads, outputs, first = self._rules.get(layer_id, PLAIN), k.shape[1], [], 0
+        return self._attend_over(self._reads, layer_id, q, k.shape[1], scale)
+
+    def forward_selected(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        tokens: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        reads = [(slots, selected) for (slots, _), selected in zip(self._reads, tokens, strict=True)]
+        return self._attend_over(reads, layer_id, q, k.shape[1], scale)
+
+    def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
+        """For each read which tokens each query attends to, in the form of ``Requests.reads``: no others are selected
+        where a query sees at most ``top_k``, so attention is what it is without an indexer."""
+        keys_of_layer, selected, first = self._kv_pool.row(layer_id, INDEX).squeeze(1), [], 0
         for slots, visible in self._reads:
+            num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
+            keys = keys_of_layer.index_select(0, slots.view(-1)).unflatten(0, slots.shape).float()
+            queries = index.queries[first:last].unflatten(0, (-1, num_queries)).float()
+            weights, first = index.weights[first:last].unflatten(0, (-1, num_queries)), last
+            step, blocks = max(_MOST_SCORES // (queries.shape[2] * slots.numel()), 1), []
+            for own, weight, mask in zip(*(x.split(step, 1) for x in (queries, weights, visible)), strict=True):
+                scores = self.index_scores(own, keys, weight).masked_fill(~mask, float("-inf"))
+                blocks.append(mask & index.best(scores, index.top_k))
+            selected.append(torch.cat(blocks, 1))
+        return selected
+
+    def index_scores(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """q [G, queries, heads, features], k [G, tokens, features], weights [G, queries, heads], all float32 → [G,
+        queries, tokens]: see ``IndexQueries``. Sums of zeros are +0, whatever the signs of weights."""
+        products = (q.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, q.shape[1:3]).relu()
+        return (products * weights.unsqueeze(-1)).sum(2)
+
+    def _attend_over(
+        self,
+        reads: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layer_id: int,
+        q: torch.Tensor,
+        num_kv_heads: int,
+        scale: float,
+    ) -> torch.Tensor:
+        assert self._reads, "prepare comes first"
+        rules, outputs, first = self._rules.get(layer_id, PLAIN), [], 0
+        for slots, visible in reads:
             num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
             keys, values = (
                 rows.unflatten(0, slots.shape).transpose(1, 2)
