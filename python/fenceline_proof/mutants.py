@@ -10,7 +10,7 @@ import ast
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
@@ -97,7 +97,7 @@ class Mutant:
 
 
 @dataclass(slots=True)
-class _File:
+class SourceFile:
     """One file being read. Offsets are in characters; the tree's columns are in bytes of UTF-8."""
 
     path: str
@@ -159,14 +159,14 @@ class _File:
 # --- rules. Each looks at one node.
 
 
-def _dropped_call(file: _File, node: ast.AST) -> None:
+def _dropped_call(file: SourceFile, node: ast.AST) -> None:
     """A call that is made only for its effect is not made."""
     call = node.value if isinstance(node, ast.Expr) else None
     if isinstance(call, ast.Call) and _callee(call) in _ORDERING and not _SILENT.search(ast.unparse(call.func)):
         file.add("drop", node, "pass")
 
 
-def _shifted_call(file: _File, node: ast.AST) -> None:
+def _shifted_call(file: SourceFile, node: ast.AST) -> None:
     """A wait, record, lease or the like changes places with the statement after it."""
     for block in ("body", "orelse", "finalbody"):
         statements = getattr(node, block, None)
@@ -183,7 +183,7 @@ def _shifted_call(file: _File, node: ast.AST) -> None:
             file.add_span("shift", first.lineno, start, end, file.text(second) + between + file.text(first))
 
 
-def _lost_points(file: _File, node: ast.AST) -> None:
+def _lost_points(file: SourceFile, node: ast.AST) -> None:
     """Points to wait for are dropped: one side of a join, the second argument of retire, ``after=``."""
     if not isinstance(node, ast.Call):
         return
@@ -200,7 +200,7 @@ def _lost_points(file: _File, node: ast.AST) -> None:
             file.add("points", keyword.value, _NO_POINTS)
 
 
-def _plain_block(file: _File, node: ast.AST) -> None:
+def _plain_block(file: SourceFile, node: ast.AST) -> None:
     """What is done inside a context (a stream, a lock, a fill) is done outside it."""
     if not isinstance(node, ast.With) or any(item.optional_vars is not None for item in node.items):
         return
@@ -210,7 +210,7 @@ def _plain_block(file: _File, node: ast.AST) -> None:
         file.add_span("context", node.lineno, start, colon, "if True")
 
 
-def _turned_condition(file: _File, node: ast.AST) -> None:
+def _turned_condition(file: SourceFile, node: ast.AST) -> None:
     """The condition of a statement that orders or moves memory is negated."""
     if not isinstance(node, (ast.If, ast.IfExp)) or "TYPE_CHECKING" in ast.unparse(node.test):
         return
@@ -220,13 +220,8 @@ def _turned_condition(file: _File, node: ast.AST) -> None:
         file.add("condition", node.test, f"not ({file.text(node.test)})")
 
 
-RULES: tuple[Callable[[_File, ast.AST], None], ...] = (
-    _dropped_call,
-    _shifted_call,
-    _lost_points,
-    _plain_block,
-    _turned_condition,
-)
+Rules = Sequence[Callable[[SourceFile, ast.AST], None]]
+RULES: Rules = (_dropped_call, _shifted_call, _lost_points, _plain_block, _turned_condition)
 
 
 def _callee(call: ast.Call) -> str:
@@ -255,23 +250,24 @@ def _assigned(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
-def mutants_of(path: str, source: str) -> list[Mutant]:
-    """All mutants of one file, in the order of its text: of the bodies of functions, except errors, assertions, texts
-    and Triton kernels."""
-    file, tree = _File(path, source), ast.parse(source, path)
+def mutants_of(path: str, source: str, rules: Rules = RULES, of_kernels: bool = False) -> list[Mutant]:
+    """All mutants of one file, in the order of its text: of the bodies of functions (``of_kernels``: Triton kernels
+    alone, otherwise all others), except errors, assertions and texts."""
+    file, tree = SourceFile(path, source), ast.parse(source, path)
     file.statements = [(*file.span(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
 
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if node.name in ("__repr__", "__str__") or any("jit" in ast.unparse(one) for one in node.decorator_list):
+            is_kernel = any("jit" in ast.unparse(one) for one in node.decorator_list)
+            if node.name in ("__repr__", "__str__") or is_kernel is not of_kernels:
                 return
             inside = True
         names = [node.name] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []
         file.names += names
         if inside:
-            for rule in RULES:
+            for rule in rules:
                 rule(file, node)
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list"):

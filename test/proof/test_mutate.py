@@ -15,6 +15,7 @@ import pytest
 from fenceline_proof import mutate
 from fenceline_proof.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 from fenceline_proof.mutate import Result, Traced, read_results, report, runs_for
+from mutate_kernels import ROOT, RULES, TESTS, files_of, kernel_mutants
 
 SOURCE = '''
 def move(stream, pool, pages, after, start):
@@ -48,6 +49,51 @@ def test_the_rules_find_each_place_once() -> None:
         ("join", "after.join(first)", "after"),
         ("join", "after.join(first)", "first"),
     }
+
+
+KERNEL = """
+@triton.jit
+def kernel(x, count, n, SIZE: tl.constexpr):
+    first = tl.minimum(tl.program_id(0) * tl.cdiv(n, SIZE), n - 1)
+    tl_cuda.gdc_wait()
+    value = tl.load(x + first, mask=(first < n) & live, other=0)
+    tl.debug_barrier()
+    tl.atomic_add(count, 1, sem="acq_rel")
+    tl.store(x, value, mask=live)
+    if SIZE > 1:
+        tl.store(count, 0)
+
+def launch(n):
+    return kernel[(n + 1,)](n, mask=n)
+"""
+
+
+def test_the_rules_of_kernels_find_each_place_once() -> None:
+    """And nothing outside of them."""
+    found = {(one.rule, one.old, one.text) for one in mutants_of("x.py", KERNEL, RULES, of_kernels=True)}
+    first = "tl.program_id(0) * tl.cdiv(n, SIZE)"
+    assert found == {
+        ("limit", f"tl.minimum({first}, n - 1)", first),
+        ("limit", f"tl.minimum({first}, n - 1)", "n - 1"),
+        ("round", "tl.cdiv(n, SIZE)", "((n) // (SIZE))"),
+        ("shift", "n - 1", "n"),
+        ("drop", "tl_cuda.gdc_wait()", "pass"),
+        ("mask", "(first < n) & live", "first < n"),
+        ("mask", "(first < n) & live", "live"),
+        ("bound", "first < n", "first <= n"),
+        ("drop", "tl.debug_barrier()", "pass"),
+        ("relaxed", '"acq_rel"', '"relaxed"'),
+        ("mask", "live", "(live) | True"),
+        ("drop", "tl.store(count, 0)", "pass"),
+    }
+
+
+def test_every_kernel_has_tests_and_mutants() -> None:
+    mutants = kernel_mutants()
+    assert {Path(one.path).stem for one in mutants} == TESTS.keys()
+    assert all((ROOT / file).exists() for one in mutants for file in files_of(one.path))
+    for one in mutants[::5]:
+        ast.parse(one.apply((PACKAGE / one.path).read_text(encoding="utf-8")))
 
 
 def test_a_mutant_keeps_its_name_when_lines_move() -> None:
