@@ -79,8 +79,6 @@ class LaunchedLayerKernels(LayerKernels):
         num_sink_slots: int,
         experts: ExpertsConfig,
     ) -> Routing:
-        if experts.num_groups > 1:
-            return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
         num_tokens, num_experts = logits.shape
         num_programs = -(-num_tokens // _TOKENS_A_PROGRAM)
 

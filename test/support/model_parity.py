@@ -251,6 +251,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "rope_parameters": {**_ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.5},
         },
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+        },
+    ),
     "deepseek-v3.2": (
         "DeepseekV32",
         {**_SPARSE, "rope_parameters": {**_ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7}},

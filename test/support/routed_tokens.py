@@ -85,16 +85,26 @@ def compare(
 ALL_SCORES = tuple(itertools.product((False, True), repeat=3))
 
 
-def compare_routes(num_tokens: int, num_experts: int, scores: Sequence[tuple[bool, bool, bool]] = ALL_SCORES) -> None:
+def compare_routes(
+    num_tokens: int,
+    num_experts: int,
+    scores: Sequence[tuple[bool, bool, bool]] = ALL_SCORES,
+    groups: tuple[int, int, int] = (1, 1, 2),
+    ties: bool = False,
+) -> None:
     """Compare our router's kernels with torch's operators, on the default device, with some padded tokens. ``scores``:
-    whether they are sigmoids, renormalised and corrected."""
+    whether they are sigmoids, renormalised and corrected. ``groups``: their number, how many of them are open, and by
+    how many experts a group is scored. ``ties``: many experts have the same score."""
     from fenceline.layers.kernels.triton import routing
 
     logits, slots = torch.randn(num_tokens, num_experts), torch.randint(9, (num_tokens,))
+    if ties:
+        logits = (logits > 0).float()
     for sigmoid, renormalise, corrected in scores:
         experts = ExpertsConfig(
-            num_experts=num_experts, top_k=3, intermediate_size=1, renormalise=renormalise, sigmoid=sigmoid, scaling=2.5
-        )
+            num_experts=num_experts, top_k=3, intermediate_size=1, renormalise=renormalise, sigmoid=sigmoid,
+            scaling=2.5, num_groups=groups[0], top_groups=groups[1], scored_by=groups[2],
+        )  # fmt: skip
         correction = torch.randn(num_experts) if corrected else None
         expected = LayerKernels().route(logits, correction, slots, 3, experts)
         ours = routing.route(logits, correction, slots, 3, experts)

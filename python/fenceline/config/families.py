@@ -22,7 +22,7 @@ class ExpertsConfig:
 
     ``sigmoid``: a token's score for an expert is the sigmoid of its logit, otherwise the softmax over all logits. The
     experts are divided into ``num_groups`` groups of equal size, and a token's experts are chosen from its best
-    ``top_groups`` groups. ``renormalise``: the scores of a token's experts are divided by their sum. Then they are
+    ``top_groups`` groups; a group's score is the sum of those of its ``scored_by`` best experts. ``renormalise``: the scores of a token's experts are divided by their sum. Then they are
     multiplied by ``scaling``. ``shared_size`` is the intermediate size of the expert that all tokens go through (0:
     there is none). ``dense_layers`` have a dense MLP. ``limit`` is that of a clamped SwiGLU (0: a plain one).
     ``format`` is the number format of the experts' matrices if only these are quantised.
@@ -35,6 +35,7 @@ class ExpertsConfig:
     sigmoid: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    scored_by: int = 2
     scaling: float = 1.0
     shared_size: int = 0
     limit: float = 0.0
@@ -272,14 +273,21 @@ def _dense_layers(reader: ConfigReader, num_layers: int, default: int) -> frozen
 
 
 def _deepseek_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
-    """Experts are the best of all by their softmaxes; only other methods than greedy have groups."""
+    """Experts are the best of all by their softmaxes (greedy), or those of the groups with the best experts."""
+    method = reader.values.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"config.json: topk_method {method!r} is not supported, greedy and group_limited_greedy are")
     reader.overridden("n_group", "topk_group")
+    grouped = method == "group_limited_greedy"
     size = reader.size("moe_intermediate_size", 1407)
     return ExpertsConfig(
         num_experts=reader.size("n_routed_experts", 64),
         top_k=reader.size("num_experts_per_tok"),
         intermediate_size=size,
         renormalise=False,
+        num_groups=reader.size("n_group", 1) if grouped else 1,
+        top_groups=reader.size("topk_group", 1) if grouped else 1,
+        scored_by=1,
         scaling=reader.number("routed_scaling_factor", 1.0),
         shared_size=size * reader.count("n_shared_experts", default=2),
         dense_layers=frozenset(range(min(reader.count("first_k_dense_replace"), num_layers))),
@@ -500,7 +508,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe_layer_freq": (1,),
                 "norm_topk_prob": (False,),
                 "scoring_func": ("softmax",),
-                "topk_method": ("greedy",),
             },
             experts=_deepseek_experts,
             latent=_deepseek_latent,

@@ -85,8 +85,8 @@ def _gpt_oss(site: LayerSite) -> DecoderLayer:
 
 
 def _deepseek_v2(site: LayerSite) -> DecoderLayer:
-    """DeepSeek-V2-Lite (arXiv:2405.04434): latent attention, experts chosen by softmaxes, and shared experts. The first
-    layers have a dense MLP. DeepSeek-V2 itself, whose experts are chosen from groups by another rule, is refused."""
+    """DeepSeek-V2 and V2-Lite (arXiv:2405.04434): latent attention, experts chosen by softmaxes, in V2 from groups, and
+    shared experts. The first layers have a dense MLP."""
     config = site.config
     assert config.experts is not None, "the family reads its experts from config.json"
     names = ExpertNames(shared="shared_experts" if config.experts.shared_size else None)

@@ -41,6 +41,8 @@ CHECKS = (
     "combine",
     "logits",
     "routes",
+    "groups_of_routes",
+    "ties_of_routes",
 )
 
 results = outcomes_of(__file__)
@@ -105,6 +107,31 @@ def test_experts_of_the_best_groups_alone_are_open() -> None:
         elsewhere += set(expected) != set(scores.argsort(descending=True)[:3].tolist())
         assert routing.ids[token].tolist() == expected
     assert elsewhere, "groups should matter"
+
+
+def test_the_best_expert_of_a_group_may_score_it() -> None:
+    """DeepSeek-V2's group_limited_greedy: softmaxes, whose weights are not renormalised."""
+    logits, routing = route(make_router(num_groups=4, top_groups=2, scored_by=1, scaling=16.0))
+    by_sums = 0
+    for token, scores in enumerate(logits.softmax(-1)):
+        groups = scores.view(4, 2)
+        best = groups.amax(1).argsort(descending=True)[:2].tolist()
+        by_sums += set(best) != set(groups.sum(1).argsort(descending=True)[:2].tolist())
+        expected = sorted((2 * group + i for group in best for i in range(2)), key=lambda i: -float(scores[i]))[:3]
+        assert routing.ids[token].tolist() == expected
+        torch.testing.assert_close(routing.weights[token], 16.0 * scores[expected])
+    assert by_sums, "the rule should matter"
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "top_groups": 2}])
+def test_of_equal_scores_the_first_wins(groups: dict[str, object]) -> None:
+    router = make_router(sigmoid=True, **groups)
+    router.weight.zero_()
+    _, routing = route(router)
+    assert routing.ids.tolist() == [[0, 1, 2]] * 40
+    router.correction = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 1])
+    _, routing = route(router)
+    assert routing.ids.tolist() == [[7, 0, 1]] * 40
 
 
 def test_padded_tokens_go_to_no_expert() -> None:
@@ -267,6 +294,26 @@ def check_routes() -> None:
     for num_tokens in (1, 6, 40):
         compare_routes(num_tokens, 12)
     compare_routes(1050, 5, [(False, True, False)])  # more programs than are counted at a time
+
+
+def check_groups_of_routes() -> None:
+    deepseek_v2, deepseek_v3 = (False, False, False), (True, True, True)
+    for num_tokens in (1, 40):
+        for scores, groups in (
+            (deepseek_v3, (4, 2, 2)),
+            (deepseek_v3, (3, 2, 2)),  # groups of four, and one that does not exist
+            (deepseek_v3, (12, 4, 2)),  # a group's second best expert does not exist
+            (deepseek_v2, (4, 3, 1)),
+            (deepseek_v2, (2, 1, 1)),
+        ):
+            compare_routes(num_tokens, 12, [scores], groups)
+    compare_routes(6, 160, [deepseek_v2, deepseek_v3], (8, 3, 2))  # groups of 20
+
+
+def check_ties_of_routes() -> None:
+    uncorrected = [(False, False, False), (True, True, False)]
+    for groups in ((1, 1, 2), (4, 2, 2), (3, 2, 1)):
+        compare_routes(40, 12, uncorrected, groups, ties=True)
 
 
 if __name__ == "__main__":

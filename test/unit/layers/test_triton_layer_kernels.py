@@ -37,6 +37,7 @@ PROGRAMMATIC = (
     "_one_row_kernel",
     "_rows_kernel",
     "_quantize_rows_kernel",
+    "_route_kernel",
 )
 
 results = outcomes_of(__file__)
@@ -69,7 +70,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fenceline.layers.kernels.triton import activation, quantized_gemm, rms_norm, rotate_store, skinny_gemm
+    from fenceline.layers.kernels.triton import activation, quantized_gemm, rms_norm, rotate_store, routing, skinny_gemm
     from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
     from fenceline.layers.kernels.triton import embed_join as embed_join_triton
     from fenceline.layers.kernels.triton import sample as sample_triton
@@ -92,6 +93,10 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     rows |= {"SEGMENTS": 0, "PROGRAMS": 1}
     scaled = {**rows, "GROUP": 0, "SCALED": True}
     dense = {**rows, "GROUP": 0, "SCALED": False, "x_scales_ptr": None, "scales_ptr": None}
+    routes = {
+        **routing._route_variant(160, 6, 1, (8, 3, 2), True, True, False, pdl).constants,  # groups of 20
+        **dict.fromkeys(("order", "ends"), None),
+    }
     rounded = {"HAS_NORM": True, "HAS_SCALE": False, "GROUPS": 32, "SIZE": 128, "scale_ptr": None}
     in_fp8 = (
         []
@@ -117,6 +122,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         (decode_prologue_triton._decode_prologue_kernel, 1, {"PAGE_SIZE": 64, "BLOCK": 32}, {}),
         (sample_triton._piece_kernel, 4, {"STRIDE": 151_936, "VOCAB": 151_936, "BLOCK": 1024, **unused}, {}),
         (sample_triton._combine_kernel, 4, {"PIECES": 149, "BLOCK": 256}, {}),
+        *((routing._route_kernel, 4, routes | {"ROWS": rows}, ROUTES) for rows in (1, 32)),
         *in_fp8,
     ):
         names, fixed = kernel.arg_names, constants | ({"PDL": pdl} if "PDL" in kernel.arg_names else {})
@@ -132,6 +138,11 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
 
 IN_FP8 = dict.fromkeys(("k_cache", "v_cache", "data_ptr", "numbers_ptr"), "*fp8e4nv")
 SCALED = dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
+ROUTES = {
+    **dict.fromkeys(("logits", "correction", "weights"), "*fp32"),
+    **dict.fromkeys(("num_tokens", "num_sink_slots"), "i32"),
+    **{"counts": "*i32", "scaling": "fp32"},
+}
 # Types of the kernels' arguments that are no int64 tensors.
 ARGUMENTS = {
     **dict.fromkeys(("x_ptr", "norm_ptr", "bias_ptr", "out_ptr", "weight_ptr"), "*bf16"),

@@ -218,7 +218,7 @@ _OTHERS: dict[str, object] = {
     "bos_token_id": 7,
     "eos_token_id": 7,
     "swiglu_alpha": 1.0,
-    "topk_method": "group_limited_greedy",
+    "topk_method": "greedy",
 }
 # They change nothing but what the file is, or what transformers reads.
 _OF_THE_FILE = {

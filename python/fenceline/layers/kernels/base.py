@@ -171,14 +171,15 @@ class LayerKernels:
     ) -> Routing:
         """Choose the experts of each token and their weights by the rules in ``experts``. logits [T, num_experts]
         float32; ``correction`` [num_experts] float32 is added to the scores when experts are chosen, but not when their
-        weights are computed. Tokens whose ``out_slots`` [T] int64 are less than ``num_sink_slots``, that is, whose keys
-        go to the sink page, are padding and go to no expert."""
+        weights are computed. Of equal scores, of experts or of groups, the first wins. Tokens whose ``out_slots`` [T]
+        int64 are less than ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no
+        expert."""
         padded = out_slots < num_sink_slots
         scores = self.sigmoid(logits) if experts.sigmoid else logits.softmax(-1)
         chosen_by = scores if correction is None else scores + correction
         if experts.num_groups > 1:
             chosen_by = _of_best_groups(chosen_by, experts)
-        ids = chosen_by.topk(experts.top_k, dim=-1).indices
+        ids = _highest(chosen_by, experts.top_k)
         weights = scores.gather(1, ids)
         if experts.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
@@ -255,13 +256,18 @@ class LayerKernels:
 
 
 def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tensor:
-    """``scores`` [T, num_experts] with -inf outside the chosen groups of experts, which are those whose two best
-    experts have the highest sum of scores."""
+    """``scores`` [T, num_experts] with -inf outside the chosen groups of experts, which are those whose
+    ``scored_by`` best experts have the highest sum of scores."""
     groups = scores.unflatten(1, (experts.num_groups, -1))
-    sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
-    best = sums.topk(experts.top_groups, dim=-1).indices
+    sums = groups.topk(min(experts.scored_by, groups.shape[2]), dim=-1).values.sum(-1)
+    best = _highest(sums, experts.top_groups)
     closed = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _highest(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the ``k`` highest of each row of ``scores`` [T, n] are, from the highest on; of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def route(
     """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation. ``fixed``: unless None, few
     tokens too have tiles of the full size. ``pdl``: see ``rms_norm``; reads nothing before its wait."""
     num_tokens, num_experts = logits.shape
-    if num_tokens == 0 or experts.num_groups > 1:
+    if num_tokens == 0:
         return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
     num_programs = triton.cdiv(num_tokens, TOKENS_A_PROGRAM)
     ids = torch.empty(num_tokens, experts.top_k, dtype=torch.int64, device=logits.device)
@@ -113,8 +113,11 @@ def _launch(
     assert logits.is_contiguous() and out_slots.is_contiguous() and logits.dtype == torch.float32
     num_tokens, num_experts = logits.shape
     rows = TOKENS_A_PROGRAM if counts is not None else min(TOKENS_A_PROGRAM, triton.next_power_of_2(num_tokens))
+    groups = 1, 1, 1
+    if experts.num_groups > 1:
+        groups = experts.num_groups, experts.top_groups, min(experts.scored_by, num_experts // experts.num_groups)
     variant = _route_variant(
-        num_experts, experts.top_k, rows, experts.sigmoid, experts.renormalise, correction is None, pdl
+        num_experts, experts.top_k, rows, groups, experts.sigmoid, experts.renormalise, correction is None, pdl
     )
     operands = (logits, correction, out_slots, ids, weights, order, ends, counts)
     variant.launch((triton.cdiv(num_tokens, rows),), operands, (num_tokens, num_sink_slots, experts.scaling))
@@ -134,14 +137,29 @@ def _logits_variant(num_experts: int, k: int, pdl: bool) -> KernelVariant:
 
 @cache
 def _route_variant(
-    num_experts: int, top_k: int, rows: int, sigmoid: bool, renormalise: bool, uncorrected: bool, pdl: bool
+    num_experts: int,
+    top_k: int,
+    rows: int,
+    groups: tuple[int, int, int],
+    sigmoid: bool,
+    renormalise: bool,
+    uncorrected: bool,
+    pdl: bool,
 ) -> KernelVariant:
+    """``groups``: their number, how many of them are open, and by how many experts a group is scored."""
+    num_groups, top_groups, scored_by = groups
+    assert scored_by in (1, 2), "the kernel adds up at most two scores"
     constants: dict[str, int | bool] = {
         "NUM_EXPERTS": num_experts,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "TOP_K": top_k,
         "BLOCK_K": triton.next_power_of_2(top_k),
         "ROWS": rows,
+        "NUM_GROUPS": num_groups,
+        "BLOCK_G": triton.next_power_of_2(num_groups),
+        "BLOCK_S": triton.next_power_of_2(num_experts // num_groups),
+        "TOP_GROUPS": top_groups,
+        "SCORED_BY": scored_by,
         "SIGMOID": sigmoid,
         "RENORMALISE": renormalise,
         "CORRECTED": not uncorrected,
@@ -203,12 +221,25 @@ def _store_order(order, tokens, live, padded, slot, start, start_padded, TOP_K: 
     tl.store(order + last, pairs, mask=left_out[:, None] & (j < TOP_K)[None, :])
 
 
+@triton.jit
+def _scores(x, highest, total, SIGMOID: tl.constexpr):
+    """The scores of logits x; of softmaxes with their largest logit and the sum of the exponentials."""
+    return tl.sigmoid(x) if SIGMOID else tl.exp(x - highest) / total
+
+
+@triton.jit
+def _comparable(scores, exists):
+    """NaN becomes the lowest score, so that what is chosen always exists."""
+    return tl.where(exists, tl.where(scores >= _LEAST, scores, _LEAST), float("-inf"))
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_sink_slots"])
 def _route_kernel(
     logits, correction, out_slots, ids, weights, order, ends, counts, num_tokens, num_sink_slots, scaling,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SCORED_BY: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """If ``counts`` is None, one program handles all tokens. Else each writes how many pairs each expert has."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -220,18 +251,41 @@ def _route_kernel(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     x = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], mask=wanted, other=0.0)
-    if SIGMOID:
-        scores = tl.sigmoid(x)
-    else:
-        x = tl.where(exists[None, :], x, float("-inf"))
-        exps = tl.exp(x - tl.max(x, 1)[:, None])
-        scores = exps / tl.sum(exps, 1)[:, None]
+    highest = tl.zeros((ROWS,), dtype=tl.float32)
+    total = highest
+    if not SIGMOID:
+        highest = tl.max(tl.where(exists[None, :], x, float("-inf")), 1)
+        total = tl.sum(tl.where(exists[None, :], tl.exp(x - highest[:, None]), 0.0), 1)
+    scores = _scores(x, highest[:, None], total[:, None], SIGMOID)
     chosen_by = scores
     if CORRECTED:
         chosen_by += tl.load(correction + experts, mask=exists, other=0.0)[None, :]
-    # NaN scores become the lowest score, so that the chosen expert always exists.
-    chosen_by = tl.where(chosen_by >= _LEAST, chosen_by, _LEAST)
-    chosen_by = tl.where(exists[None, :], chosen_by, float("-inf"))
+    chosen_by = _comparable(chosen_by, exists[None, :])
+    if NUM_GROUPS > 1:
+        # The same scores once more, [ROWS, groups, experts of a group], so that one reduction is enough for all groups.
+        size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+        groups = tl.arange(0, BLOCK_G)
+        members = tl.arange(0, BLOCK_S)
+        of_group = groups[:, None] * size + members[None, :]
+        real = (groups < NUM_GROUPS)[:, None] & (members < size)[None, :]
+        wanted = live[:, None, None] & real[None, :, :]
+        x = tl.load(logits + tokens[:, None, None] * NUM_EXPERTS + of_group[None, :, :], mask=wanted, other=0.0)
+        grouped = _scores(x, highest[:, None, None], total[:, None, None], SIGMOID)
+        if CORRECTED:
+            grouped += tl.load(correction + of_group, mask=real, other=0.0)[None, :, :]
+        grouped = _comparable(grouped, real[None, :, :])
+        sums = tl.max(grouped, 2)
+        if SCORED_BY == 2:
+            first = tl.argmax(grouped, 2)
+            rest = tl.where(members[None, None, :] == first[:, :, None], float("-inf"), grouped)
+            sums = tl.maximum(sums + tl.max(rest, 2), _LEAST)
+        sums = tl.where((groups < NUM_GROUPS)[None, :], sums, float("-inf"))
+        opened = tl.zeros((ROWS, BLOCK_E), dtype=tl.int32)
+        for _ in range(TOP_GROUPS):
+            best = tl.argmax(sums, 1)
+            opened = tl.where((experts // size)[None, :] == best[:, None], 1, opened)
+            sums = tl.where(groups[None, :] == best[:, None], float("-inf"), sums)
+        chosen_by = tl.where(opened != 0, chosen_by, float("-inf"))
     padded = (tl.load(out_slots + tokens, mask=live, other=0) < num_sink_slots).to(tl.int32)
     slot = tl.full((ROWS, BLOCK_E), -1, dtype=tl.int32)
     for j in range(TOP_K):
@@ -242,8 +296,8 @@ def _route_kernel(
         tl.store(ids + tokens * TOP_K + j, tl.where(padded != 0, NUM_EXPERTS, best).to(tl.int64), mask=live)
     chosen = slot >= 0
     if RENORMALISE:
-        total = tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20  # all sigmoids may be zero
-        scores = scores / total[:, None]
+        divisor = tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20  # all sigmoids may be zero
+        scores = scores / divisor[:, None]
     scores *= scaling
     tl.store(weights + tokens[:, None] * TOP_K + slot, scores, mask=chosen & live[:, None])
     count = tl.sum((chosen & (live & (padded == 0))[:, None]).to(tl.int32), 0)
