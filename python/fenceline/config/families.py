@@ -503,7 +503,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": Family(
             rope_interleaved=True,
-            quantized=(),
             computed={
                 "moe_layer_freq": (1,),
                 "norm_topk_prob": (False,),

@@ -22,10 +22,17 @@ INT4_GROUPS = (32, 64, 128)
 WHOLE_ROWS = -1  # the group size of a format with one scale for each row
 INT8_GROUP = 128
 _E4M3 = ("e4m3", "float8_e4m3fn")  # what DeepSeek and MiniMax call it
+# What scale_fmt may say. With ue8m0 (DeepSeek-V3.1) scales are powers of two, but stored as float32; those of inputs,
+# which are computed here, are finer.
+_SCALES = (None, "float", "ue8m0")
 MXFP4_GROUP = 32  # this many numbers of a row share an exponent
 FP8_BLOCK = 128  # rows and columns of a block that has one scale
 # Matrices that some checkpoints store fused, and their parts.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +180,8 @@ def _read_fp8(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, lis
     scheme, block = fields.get("activation_scheme", "dynamic"), fields.get("weight_block_size")
     if fields.get("fmt", "e4m3") not in _E4M3:
         raise _refusal(name, f"with numbers of the format {fields['fmt']}, of which only e4m3 is supported")
+    if fields.get("scale_fmt") not in _SCALES:
+        raise _refusal(name, f"with scales of the format {fields['scale_fmt']}, which is not supported")
     if scheme not in ("dynamic", "static"):
         raise _refusal(name, f"with the activation_scheme {scheme!r}, which is neither dynamic nor static")
     if block is not None and block != [FP8_BLOCK, FP8_BLOCK]:

@@ -11,13 +11,17 @@ There are no kernels for a GPU yet (``EngineConfig`` refuses one): this is torch
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, TokenMixer, with_order
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, apply_rotary, rotary_angles
-from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, MergedColumnParallelLinear, RowParallelLinear
+from fenceline.layers.quantized import QuantizedWeight
 from fenceline.layers.rotary import yarn_mscale
 from fenceline.layers.weight import DenseWeight, WeightSlots
 
@@ -44,15 +48,15 @@ class LatentAttention(TokenMixer):
         heads = HeadLayout(num_heads, 1, self.latent.width)
         rules = LayerRules(rows=("latent", "latent"), selects=self.selects)
         super().__init__(site, norms, heads, (num_heads + 1) * self.latent.width, rules, scale)
-        self.q_a_proj: ReplicatedLinear | None = None
         rank, queries = self.latent.q_lora_rank, config.num_heads * config.head_dim
+        parts = [ColumnPart("kv_a_proj_with_mqa", self.latent.width, self.latent.width, 0)]
         if rank is None:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": queries}, False, context)
         else:
-            self.q_a_proj = ReplicatedLinear("q_a_proj", hidden_size, rank, bias, context)
+            parts.insert(0, ColumnPart("q_a_proj", rank, rank, 0))
             self.q_a_norm = context.norm(rank, _EPS)
             self.q_proj = MergedColumnParallelLinear(rank, {"q_b_proj": queries}, False, context)
-        self.kv_a_proj = ReplicatedLinear("kv_a_proj_with_mqa", hidden_size, heads.head_dim, bias, context)
+        self.a_proj = ColumnParallelLinear(hidden_size, parts, bias, context)  # whole on each rank
         self.kv_a_norm = context.norm(self.latent.kv_lora_rank, _EPS)
         per_head = self.latent.qk_nope_head_dim + self.latent.v_head_dim
         outputs = {"kv_b_proj": config.num_heads * per_head}
@@ -62,7 +66,14 @@ class LatentAttention(TokenMixer):
             (self.latent.v_head_dim, self.latent.kv_lora_rank),
         ):
             self._kernels.prepare_linear(n, k, context.dtype)
-        self.kv_b_proj = MergedColumnParallelLinear(self.latent.kv_lora_rank, outputs, False, context)
+        # It is multiplied as plain numbers, because blocks of a format lie across its heads and their two parts. So a
+        # checkpoint's plain numbers are not rounded.
+        stored = context.format_of([*outputs])
+        plain = stored is None or stored.method == ON_LINE_METHOD
+        of_up = replace(context, format=None) if plain else context
+        self.kv_b_proj = MergedColumnParallelLinear(self.latent.kv_lora_rank, outputs, False, of_up)
+        weight = self.kv_b_proj.weight
+        self._up = weight.data if isinstance(weight, DenseWeight) else torch.empty(weight.shape, dtype=context.dtype)
         out_size = config.num_heads * self.latent.v_head_dim
         self.o_proj = RowParallelLinear("o_proj", out_size, hidden_size, bias, context)
 
@@ -71,16 +82,17 @@ class LatentAttention(TokenMixer):
         normed = batch.normed.pop(self.input_norm, None)
         if normed is None:
             normed = x if self.input_norm is None else self.input_norm.forward(x)
-        num_heads, rank = self.heads.num_heads, self.latent.kv_lora_rank
+        num_heads, rank, query_rank = self.heads.num_heads, self.latent.kv_lora_rank, self.latent.q_lora_rank
         if batch.buffers is None:
             projected = x.new_empty(len(x), self._widths[0])
         else:
             projected = batch.buffers.tensors[self._projected_buffer]
         rows = projected.view(len(x), num_heads + 1, -1)
-        down = normed if self.q_a_proj is None else self.q_a_norm.forward(self.q_a_proj.forward(normed))
+        compressed = self.a_proj.forward(normed)
+        down = normed if query_rank is None else self.q_a_norm.forward(compressed[:, :query_rank].contiguous())
         queries = self.q_proj.forward(down).view(len(x), num_heads, -1)
         plain, rotated = queries.split((self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim), -1)
-        latent, common = self.kv_a_proj.forward(normed).split((rank, self.latent.qk_rope_head_dim), -1)
+        latent, common = compressed[:, -self.latent.width :].split((rank, self.latent.qk_rope_head_dim), -1)
         keys, _ = self._up_matrices()
         rows[:, :num_heads, :rank] = self._kernels.by_head(plain, keys.transpose(1, 2))
         rows[:, num_heads, :rank] = self.kv_a_norm.forward(latent.contiguous())
@@ -109,26 +121,32 @@ class LatentAttention(TokenMixer):
 
     def _up_matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Each head's matrices of keys and of values, [num_heads, features of a head, kv_lora_rank]."""
-        assert isinstance(self.kv_b_proj.weight, DenseWeight), "no format of this family is quantised"
-        by_head = self.kv_b_proj.weight.data.unflatten(0, (self.heads.num_heads, -1))
+        by_head = self._up.unflatten(0, (self.heads.num_heads, -1))
         keys, values = by_head.split((self.latent.qk_nope_head_dim, self.latent.v_head_dim), 1)
         return keys, values
 
+    def _dequantise(self) -> None:
+        assert isinstance(self.kv_b_proj.weight, QuantizedWeight), "plain numbers are what is loaded"
+        self._up.copy_(self.kv_b_proj.weight.stored.dequantized(self._up.dtype))
+
     def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = {
-            **self.q_proj.weight_slots(prefix),
-            **self.kv_a_proj.weight_slots(prefix),
-            **self.kv_a_norm.weight_slots(f"{prefix}kv_a_layernorm"),
-            **self.kv_b_proj.weight_slots(prefix),
-            **self.o_proj.weight_slots(prefix),
-        }
+        latents, queries = self.a_proj.weight_slots(prefix), self.q_proj.weight_slots(prefix)
+        up = self.kv_b_proj.weight_slots(prefix)
+        if isinstance(self.kv_b_proj.weight, QuantizedWeight):
+            # Slots of a quantised matrix are filled together, so one of them is enough.
+            name = next(name for name, slot in up.items() if slot.dest.numel() and slot.loaded is None)
+            up[name] = replace(up[name], loaded=self._dequantise)
         if (order := self._rotary.order) is not None:
-            for start, linear in (
-                (self.latent.qk_nope_head_dim, self.q_proj),
-                (self.latent.kv_lora_rank, self.kv_a_proj),
+            for start, linear, slots in (
+                (self.latent.qk_nope_head_dim, self.q_proj, queries),
+                (self.latent.kv_lora_rank, self.a_proj, latents),
             ):
+                linear.weight.moves_rows(start + len(order) if start % len(order) else len(order))
                 whole = (*range(start), *(start + feature for feature in order))
-                slots |= {name: with_order(slot, whole) for name, slot in linear.weight_slots(prefix).items()}
-        if self.q_a_proj is not None:
-            slots |= self.q_a_proj.weight_slots(prefix) | self.q_a_norm.weight_slots(f"{prefix}q_a_layernorm")
-        return slots
+                for name, slot in slots.items():
+                    if slot.dest.numel() and slot.full_shape and not name.startswith(f"{prefix}q_a_proj."):
+                        slots[name] = with_order(slot, whole)
+        norms = self.kv_a_norm.weight_slots(f"{prefix}kv_a_layernorm")
+        if self.latent.q_lora_rank is not None:
+            norms |= self.q_a_norm.weight_slots(f"{prefix}q_a_layernorm")
+        return {**latents, **norms, **queries, **up, **self.o_proj.weight_slots(prefix)}

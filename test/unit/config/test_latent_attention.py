@@ -141,7 +141,6 @@ def test_a_draft_may_have_it_too(saved: Saved, expected: list[list[int]]) -> Non
     [
         ("", True, "DeepseekV2ForCausalLM has latent attention, for which there are no GPU kernels yet; use"),
         ("--kv-cache-dtype fp8_e4m3", False, "keeps latents, which cannot be stored in FP8; leave it out"),
-        ("--quantization int4", False, "weights of this family in int4 are not supported (none are); use the"),
         ('--json-model-override-args {"topk_method":"noaux_tc"}', False, "'noaux_tc' is not supported, greedy and"),
         ('--json-model-override-args {"num_key_value_heads":2}', False, "must be num_attention_heads, or left"),
     ],

@@ -130,6 +130,7 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
     ("entry", "message"),
     [
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "fp8", "scale_fmt": "ue4m3"}, "scales of the format ue4m3"),
         ({"quant_method": "fp8", "activation_scheme": "none"}, "neither dynamic nor static"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"blocks of \[64, 128\]"),
         (compressed(FP8) | {"ignore": ["lm_head", "re:("]}, r"except 're:\(', which is no regular expression"),

@@ -33,11 +33,12 @@ from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.layers.kernels.base import KVScales
 from fenceline.layers.kernels.four_bit import four_bit_numbers
+from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from fenceline.layers.quantized import QuantizedWeight, round_to_fp8
 from fenceline.layers.weight import fill_slots
 from fenceline.models.decoder import CausalLM
-from fenceline.models.loader import NewWeights, check_weights, load_model
+from fenceline.models.loader import NewWeights, check_weights, load_model, replace_weights
 
 CPU = torch.device("cpu")
 # Matrices of several blocks of 128 (one of 64 rows) and groups of 32, 64 and 128.
@@ -77,7 +78,18 @@ WITH_EXPERTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+# As in DeepSeek-V3 the rows of q_a_proj are whole blocks, and the last block of kv_a_proj_with_mqa is a part of one.
+# Blocks of kv_b_proj lie across heads, and across a head's keys and values.
+LATENT = {
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "v_head_dim": 32,
+}
 OTHERS = [
+    *(("deepseek-v2", name) for name in FORMATS),
     *((family, name) for family in ("phi3", "glm4") for name in FORMATS),
     *((family, name) for family in ("qwen3-moe", "mixtral") for name in FORMATS),
     *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
@@ -94,7 +106,8 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             dense = {"num_attention_heads": 8, "num_key_value_heads": 4}
-            save_checkpoint(family, made[family], SIZES | (dense if family in ("phi3", "glm4") else WITH_EXPERTS))
+            sizes = LATENT if family == "deepseek-v2" else dense if family in ("phi3", "glm4") else WITH_EXPERTS
+            save_checkpoint(family, made[family], SIZES | sizes)
         return made[family]
 
     return get
@@ -111,6 +124,42 @@ def test_fused_reordered_and_experts_matrices_are_read_right(
     assert ours.config.quantization is not None and meant.config.quantization is None
     torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
     assert ours.model.nbytes < 0.6 * meant.model.nbytes
+
+
+def test_latents_that_are_stored_as_one_matrix(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """In FP8 blocks, by which weights of a server are replaced: the plain numbers of kv_b_proj are too."""
+    write_published(plain_of("deepseek-v2"), tmp_path, FORMATS["fp8-blocks"])
+    ours = PagedModel(tmp_path, 16, "cpu")
+    before, path = logits_of(ours)[0], tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for layer in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
+        for suffix in ("weight", "weight_scale_inv"):
+            parts = [weights.pop(f"{layer}{name}.{suffix}") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+            weights[f"{layer}fused_qkv_a_proj_with_mqa.{suffix}"] = torch.cat(parts)
+    assert [len(part) for part in parts] == [2, 2] and parts[0].dtype == torch.float32
+    save_file(weights, path)
+    assert torch.equal(logits_of(PagedModel(tmp_path, 16, "cpu"))[0], before)
+    for name in [name for name in weights if name.endswith("kv_b_proj.weight_scale_inv")]:
+        weights[name] = weights[name].flip(0)
+    save_file(weights, path)
+    new = NewWeights("1", directory=str(tmp_path))
+    check_weights(ours.model, new)
+    replace_weights(ours.model, new, lambda: None)
+    after = logits_of(ours)[0]
+    assert torch.equal(after, logits_of(PagedModel(tmp_path, 16, "cpu"))[0]) and not torch.allclose(after, before)
+
+
+def test_on_line_formats_leave_up_projections_plain(plain_of: Callable[[str], Path]) -> None:
+    """They are multiplied as plain numbers, so rounding them would only lose digits."""
+    folder = plain_of("deepseek-v2")
+    exact = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for kind, weights in (("fp8", "auto"), ("int4", "auto"), ("fp8", "dummy")):
+        config = ModelConfig.from_dir(str(folder), quantization=kind)
+        model = load_model(config, weights, CPU, torch_context(Shard(), torch.float32), 0, progress=False)
+        attention = model.layers[0].self_attn
+        assert isinstance(attention, LatentAttention) and attention.a_proj.weight.kind == kind
+        if weights == "auto":
+            assert torch.equal(attention.kv_b_proj.weight.data, exact["model.layers.0.self_attn.kv_b_proj.weight"])
 
 
 # A family, a format, what its quantization_config says of plain modules, and which modules that are.
