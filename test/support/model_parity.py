@@ -144,6 +144,16 @@ _DEEPSEEK: dict[str, object] = {
     "rope_parameters": {**_ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7},
 }
 
+_GROUPED: dict[str, object] = {
+    **_DEEPSEEK,
+    "q_lora_rank": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {**_ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+_DEEPSEEK_V3 = {**_GROUPED, "num_mtp_layers": 0}
+_GLM_FLASH = {**_GROUPED, "num_key_value_heads": 6}
+
 # As DeepSeek-V3.2 and GLM-5 are published. Sixteen heads of the indexer: of fewer, relu makes so many exact zeros that
 # transformers' choice among equal scores counts.
 _SPARSE: dict[str, object] = {
@@ -260,6 +270,42 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "n_group": 4,
             "topk_group": 2,
             "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3", _DEEPSEEK_V3),
+    "deepseek-v3-halves": ("DeepseekV3", {**_DEEPSEEK_V3, "rope_interleave": False, "q_lora_rank": None}),
+    "kimi-k2": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK_V3,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 2.827,
+            "n_shared_experts": 2,
+            "rope_parameters": {**_ROPES["yarn"], "beta_fast": 1.0},
+        },
+    ),
+    "glm4.7-flash": (
+        "Glm4MoeLite",
+        {
+            **_GLM_FLASH,
+            "first_k_dense_replace": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "glm4.7-flash-mixed": (
+        "Glm4MoeLite",
+        {
+            **_GLM_FLASH,
+            "num_hidden_layers": 4,
+            "rms_norm_eps": 1e-2,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "norm_topk_prob": False,
         },
     ),
     "deepseek-v3.2": (

@@ -22,10 +22,11 @@ class ExpertsConfig:
 
     ``sigmoid``: a token's score for an expert is the sigmoid of its logit, otherwise the softmax over all logits. The
     experts are divided into ``num_groups`` groups of equal size, and a token's experts are chosen from its best
-    ``top_groups`` groups; a group's score is the sum of those of its ``scored_by`` best experts. ``renormalise``: the scores of a token's experts are divided by their sum. Then they are
-    multiplied by ``scaling``. ``shared_size`` is the intermediate size of the expert that all tokens go through (0:
-    there is none). ``dense_layers`` have a dense MLP. ``limit`` is that of a clamped SwiGLU (0: a plain one).
-    ``format`` is the number format of the experts' matrices if only these are quantised.
+    ``top_groups`` groups; a group's score is the sum of those of its ``scored_by`` best experts. ``renormalise``: the
+    scores of a token's experts are divided by their sum. Then they are multiplied by ``scaling``. ``shared_size`` is
+    the intermediate size of the expert that all tokens go through (0: there is none). ``dense_layers`` have a dense
+    MLP. ``limit`` is that of a clamped SwiGLU (0: a plain one). ``format`` is the number format of the experts'
+    matrices if only these are quantised.
     """
 
     num_experts: int
@@ -259,7 +260,7 @@ def _glm_experts(
         num_groups=reader.size("n_group", groups[0]),
         top_groups=reader.size("topk_group", groups[1]),
         scaling=reader.number("routed_scaling_factor", scaling),
-        shared_size=size * reader.size("n_shared_experts", 1),
+        shared_size=size * reader.count("n_shared_experts", default=1),
         dense_layers=_dense_layers(reader, num_layers, num_dense),
     )
 
@@ -326,6 +327,8 @@ def _indexer(
     head_dim, rope_dim = reader.size("index_head_dim", 128), reader.size("qk_rope_head_dim", 64)
     if head_dim < rope_dim:
         raise ConfigError(f"config.json: index_head_dim {head_dim} is less than the {rope_dim} features that rotate")
+    if not reader.switch("rope_interleave", True):
+        raise ConfigError("config.json: rope_interleave false is not supported with an indexer, only true is")
     return IndexerConfig(
         num_heads=reader.size("index_n_heads", num_heads),
         head_dim=head_dim,
@@ -411,15 +414,15 @@ class Family:
     ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
     ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
     ``activation_key`` is the entry for the activation, None if there is none.
-    ``rope_interleaved``: the features of a pair are adjacent. ``appended_mtp``: multi-token prediction layers are
-    stored after the last layer. ``quantized``: the kinds of quantised checkpoints that are supported; ``mxfp4``:
-    checkpoints in which only the experts are quantised, in this format, are supported. ``text_defaults``: config.json
-    has the text model's entries in text_config, and these are the defaults of entries that may be missing there; None:
-    the entries are at the top level. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
-    the soft caps of attention scores and of logits, 0 for none; None: the family has no such entry. ``local_theta``:
-    layers with a window have their own rope_theta, with this default; 0: that of the other layers. ``switches`` are
-    entries, true or false, that the family's function in models/families.py reads. ``computed`` has entries of which
-    only these values are computed; others are refused, except for null.
+    ``rope_interleaved``: the features of a pair are adjacent (the default of rope_interleave). ``appended_mtp``:
+    multi-token prediction layers are stored after the last layer. ``quantized``: the kinds of quantised checkpoints
+    that are supported; ``mxfp4``: checkpoints in which only the experts are quantised, in this format, are supported.
+    ``text_defaults``: config.json has the text model's entries in text_config, and these are the defaults of entries
+    that may be missing there; None: the entries are at the top level. ``norm_offset`` is added to the weights of norms.
+    ``soft_caps``: the defaults of the soft caps of attention scores and of logits, 0 for none; None: the family has no
+    such entry. ``local_theta``: layers with a window have their own rope_theta, with this default; 0: that of the other
+    layers. ``switches`` are entries, true or false, that the family's function in models/families.py reads.
+    ``computed`` has entries of which only these values are computed; others are refused, except for null.
     """
 
     head_dim: int | None = None
@@ -462,19 +465,22 @@ _ERNIE_4_5 = Family(
         "compression_ratio": (1.0,),
     },
 )
-_SPARSE = Family(
+_CORRECTED: Mapping[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_DEEPSEEK_V3 = Family(
     rope_interleaved=True,
     appended_mtp=True,
+    computed={"moe_layer_freq": (1,), **_CORRECTED},
+    experts=partial(_glm_experts, groups=(8, 4), scaling=2.5, num_dense=3),
+    latent=_deepseek_latent,
+)
+_SPARSE = replace(
+    _DEEPSEEK_V3,
     quantized=(),
     computed={
-        "moe_layer_freq": (1,),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "rope_interleave": (True,),
+        **_DEEPSEEK_V3.computed,
         "indexer_rope_interleave": (False,),
         "index_share_for_mtp_iteration": (False, True),
     },
-    experts=partial(_glm_experts, groups=(8, 4), scaling=2.5, num_dense=3),
     latent=partial(_deepseek_latent, has_rank=True),
     indexer=partial(_indexer, num_heads=64),
 )
@@ -503,14 +509,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": Family(
             rope_interleaved=True,
-            computed={
-                "moe_layer_freq": (1,),
-                "norm_topk_prob": (False,),
-                "scoring_func": ("softmax",),
-            },
+            computed={"moe_layer_freq": (1,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
             experts=_deepseek_experts,
             latent=_deepseek_latent,
         ),
+        "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
         "DeepseekV32ForCausalLM": _SPARSE,
         "Ernie4_5ForCausalLM": _ERNIE_4_5,
         "Ernie4_5_MoeForCausalLM": replace(_ERNIE_4_5, head_dim=None, experts=_ernie_experts),
@@ -537,8 +540,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             partial_rotary=0.5,
             appended_mtp=True,
             switches=("use_qk_norm",),
-            computed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+            computed=_CORRECTED,
             experts=_glm_experts,
+        ),
+        "Glm4MoeLiteForCausalLM": replace(
+            _DEEPSEEK_V3,
+            rms_norm_eps=1e-5,
+            experts=partial(_glm_experts, scaling=1.8),
+            latent=partial(_deepseek_latent, q_rank=768, nope_dim=192, v_dim=256),
         ),
         "GlmMoeDsaForCausalLM": replace(
             _SPARSE,

@@ -241,7 +241,7 @@ class ModelConfig:
             num_mtp_layers=0 if family.appended_mtp else num_nextn_layers,
             num_appended_layers=num_nextn_layers if family.appended_mtp else 0,
             partial_rotary_factor=partial_rotary,
-            rope_interleaved=family.rope_interleaved,
+            rope_interleaved=reader.switch("rope_interleave", family.rope_interleaved),
             unrotated_layers=family.unrotated(reader, num_layers),
             multipliers=family.multipliers(reader),
             attention_soft_cap=_soft_cap(reader, "attn_logit_softcapping", attention_cap),

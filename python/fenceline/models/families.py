@@ -84,22 +84,20 @@ def _gpt_oss(site: LayerSite) -> DecoderLayer:
     return DecoderLayer(attention, ExpertsMLP(site, ExpertNames(router="router", stacked=True)))
 
 
-def _deepseek_v2(site: LayerSite) -> DecoderLayer:
-    """DeepSeek-V2 and V2-Lite (arXiv:2405.04434): latent attention, experts chosen by softmaxes, in V2 from groups, and
-    shared experts. The first layers have a dense MLP."""
+def _deepseek(site: LayerSite) -> DecoderLayer:
+    """DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 and R1 (arXiv:2412.19437), Kimi-K2 (arXiv:2507.20534) and
+    GLM-4.7-Flash (2026): latent attention, experts, and shared experts. The first layers have a dense MLP. Experts are
+    chosen by softmaxes, or by sigmoids with a correction, in the large models from groups. In DeepSeek-V3.2
+    (arXiv:2512.02556) and GLM-5 (2026) an indexer selects the tokens to attend to; in GLM-5 some layers share the
+    selection of an earlier one."""
     config = site.config
     assert config.experts is not None, "the family reads its experts from config.json"
-    names = ExpertNames(shared="shared_experts" if config.experts.shared_size else None)
-    return DecoderLayer(LatentAttention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
-
-
-def _sparse(site: LayerSite) -> DecoderLayer:
-    """DeepSeek-V3.2 (arXiv:2512.02556) and GLM-5 (2026): latent attention to the tokens that an indexer selects, and
-    experts chosen by sigmoids with a correction, with a shared expert. The first layers have a dense MLP. In GLM-5 some
-    layers share the selection of an earlier one."""
-    config = site.config
-    names = ExpertNames(shared="shared_experts", correction="gate.e_score_correction_bias")
-    return DecoderLayer(SparseLatentAttention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
+    names = ExpertNames(
+        shared="shared_experts" if config.experts.shared_size else None,
+        correction="gate.e_score_correction_bias" if config.experts.sigmoid else None,
+    )
+    attention = LatentAttention if config.indexer is None else SparseLatentAttention
+    return DecoderLayer(attention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
 
 
 def _ernie4_5(site: LayerSite) -> DecoderLayer:
@@ -205,8 +203,9 @@ class Architecture:
 # The keys are those of fenceline.config.families.FAMILIES; a test compares the two.
 MODELS: Mapping[str, Architecture] = MappingProxyType(
     {
-        "DeepseekV2ForCausalLM": Architecture(_deepseek_v2),
-        "DeepseekV32ForCausalLM": Architecture(_sparse),
+        "DeepseekV2ForCausalLM": Architecture(_deepseek),
+        "DeepseekV3ForCausalLM": Architecture(_deepseek),
+        "DeepseekV32ForCausalLM": Architecture(_deepseek),
         "Ernie4_5ForCausalLM": Architecture(_ernie4_5),
         "Ernie4_5_MoeForCausalLM": Architecture(_ernie4_5, _ernie_weights),
         "Exaone4ForCausalLM": Architecture(_exaone4),
@@ -215,7 +214,8 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Gemma3ForConditionalGeneration": Architecture(_gemma, _text_weights),
         "Glm4ForCausalLM": Architecture(_glm4),
         "Glm4MoeForCausalLM": Architecture(_glm4_moe),
-        "GlmMoeDsaForCausalLM": Architecture(_sparse),
+        "Glm4MoeLiteForCausalLM": Architecture(_deepseek),
+        "GlmMoeDsaForCausalLM": Architecture(_deepseek),
         "GptOssForCausalLM": Architecture(_gpt_oss),
         "GraniteForCausalLM": Architecture(_llama),
         "LlamaForCausalLM": Architecture(_llama),

@@ -141,7 +141,8 @@ SCALED = dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
 ROUTES = {
     **dict.fromkeys(("logits", "correction", "weights"), "*fp32"),
     **dict.fromkeys(("num_tokens", "num_sink_slots"), "i32"),
-    **{"counts": "*i32", "scaling": "fp32"},
+    "counts": "*i32",
+    "scaling": "fp32",
 }
 # Types of the kernels' arguments that are no int64 tensors.
 ARGUMENTS = {

@@ -217,9 +217,13 @@ def test_a_fused_matrix_of_another_model_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_layers_behind_the_last_predicting_one_are_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("glm4-moe", "num_mtp_layers"), ("deepseek-v3", "num_mtp_layers"), ("glm4.7-flash", "num_nextn_predict_layers")],
+)
+def test_layers_behind_the_last_predicting_one_are_not_read(name: str, key: str, tmp_path: Path) -> None:
     """As GLM-4.5 stores them; a layer that config.json does not announce is still refused."""
-    save_checkpoint("glm4-moe", tmp_path, {"num_mtp_layers": 1})
+    save_checkpoint(name, tmp_path, {key: 1})
     before = load(tmp_path)
     rewrite(tmp_path, {"model.layers.3.eh_proj.weight": torch.zeros(3)})
     assert same(before, load(tmp_path))
