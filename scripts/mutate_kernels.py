@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -26,31 +27,38 @@ from fenceline_proof.mutants import Mutant, Rules, SourceFile, mutants_of
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "fenceline"
 KERNELS = PACKAGE / "layers" / "kernels" / "triton"
-_LAYERS, _SPECULATION = "test/unit/layers/", "test/unit/speculative/"
-# The tests of each file, the fastest first. All kernels also run among garbage.
-TESTS: dict[str, tuple[str, ...]] = {
-    "activation": ("triton_layer_kernels",),
-    "decode_attention": ("triton_attention", "fixed_order"),
-    "decode_prologue": ("triton_layer_kernels",),
-    "embed_join": ("triton_layer_kernels",),
-    "extend_attention": ("triton_attention", "fixed_order"),
-    "grouped_gemm": ("experts", "four_bit_experts", "fixed_order"),
-    "int4_gemm": ("int4_gemm", "fixed_order"),
-    "kv_rows": ("triton_attention", "speculative_kv_rows"),
-    "log_sums": ("fixed_order",),
-    "page_gather": ("page_gather",),
-    "quantized_gemm": ("quantized_kernels", "fixed_order"),
-    "rms_norm": ("triton_layer_kernels",),
-    "rotate_store": ("triton_layer_kernels", "fixed_order"),
-    "routing": ("experts", "fixed_order"),
-    "sample": ("triton_layer_kernels",),
-    "skinny_gemm": ("skinny_gemm", "fixed_order"),
-    "speculative_step": ("speculative_step",),
-}
-_EVERY = ("kernel_accesses", "triton_overlap")
+_ATTENTION = {"fixed_order": "attention|trees", "fixed_order compile": "decode|verify|tree|prefill|heads"}
+_STEP = "begin|place_rows|keep|accept_chain"
+# The scripts of checks that run the kernels of a file, and the names of these checks (a pattern), the fastest first.
+TESTS: dict[str, dict[str, str]] = {
+    "activation": {"triton_layer_kernels": "silu", "kernel_accesses": "silu"},
+    "decode_attention": {
+        "kernel_accesses": "decode_attention", "triton_attention": "decode|verify|windows|graph", **_ATTENTION,
+    },
+    "decode_prologue": {"triton_layer_kernels": "prologue", "kernel_accesses": "prologue"},
+    "embed_join": {"kernel_accesses": "embed", "speculative_step": "drafts"},
+    "extend_attention": {"kernel_accesses": "extend|merge", "triton_attention": "extend|windows", **_ATTENTION},
+    "grouped_gemm": {
+        "kernel_accesses": "grouped|combine_experts", "experts": "", "four_bit_experts": "", "fixed_order": "layers",
+        "fixed_order compile": "experts",
+    },
+    "int4_gemm": {"kernel_accesses": "int4|reorder", "int4_gemm": "", "fixed_order": "int4"},
+    "kv_rows": {"kernel_accesses": "move", "speculative_kv_rows": "", "triton_attention compile": "sm_80"},
+    "log_sums": {"fixed_order": "log_sums"},
+    "page_gather": {"page_gather": "", "kernel_accesses": "gather"},
+    "quantized_gemm": {"kernel_accesses": "quant|scaled", "quantized_kernels": "", "fixed_order": "fp8|int8"},
+    "rms_norm": {"triton_layer_kernels": "rms_norm", "kernel_accesses": "rms_norm"},
+    "rotate_store": {"triton_layer_kernels": "rotate", "kernel_accesses": "rotate", "fixed_order": "layers"},
+    "routing": {"kernel_accesses": "rout|experts|place_pairs", "experts": "logits|routes", "fixed_order": "layers"},
+    "sample": {"triton_layer_kernels": "sample|noise", "kernel_accesses": "draw|combine_pieces"},
+    "skinny_gemm": {
+        "skinny_gemm": "", "kernel_accesses": "skinny|scaled", "fixed_order": "dense|fp8", "fixed_order compile": "row",
+    },
+    "speculative_step": {"speculative_step": "", "kernel_accesses": _STEP},
+}  # fmt: skip
 _EFFECTS = frozenset(("debug_barrier", "gdc_wait", "gdc_launch_dependents"))
 _NEXT = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 900.0
 
 
 def _callee(node: ast.AST) -> str:
@@ -112,47 +120,65 @@ def kernel_mutants() -> list[Mutant]:
     return found
 
 
-def files_of(path: str) -> list[str]:
-    """The test files that run kernels of ``path``."""
-    names = (*TESTS[Path(path).stem], *_EVERY)
-    return [f"{_SPECULATION if name.startswith('speculative') else _LAYERS}test_{name}.py" for name in names]
+def checks_of(path: str) -> list[tuple[str, str, str]]:
+    """The scripts whose checks run kernels of ``path``, with their mode and the names of these checks."""
+    found = []
+    for test, names in TESTS[Path(path).stem].items():
+        name, _, mode = test.partition(" ")
+        folder = "speculative" if name.startswith("speculative") else "layers"
+        found.append((f"test/unit/{folder}/test_{name}.py", mode or "interpret", names))
+    return found
 
 
 def copy_of_tree(folder: Path) -> None:
-    """The sources and tests, as links to the files. Scripts of checks end there with the first that fails."""
+    """The sources and tests, as links to the files. Scripts of checks make only those that $CHECKS matches there, and
+    end with the first that fails."""
     ignored = shutil.ignore_patterns("__pycache__", "node_modules", ".*")
-    for name in ("python", "test", "sgl-kernel"):
+    for name in ("python", "test"):
         shutil.copytree(ROOT / name, folder / name, copy_function=os.symlink, ignore=ignored)
-    (folder / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
     script = folder / "test" / "support" / "triton_interpreter.py"
-    source, kept = script.read_text(encoding="utf-8"), "outcomes[name] = traceback.format_exc()"
-    assert kept in source
+    source = script.read_text(encoding="utf-8")
+    loop, fails = "    for name, check in checks.items():\n", "outcomes[name] = traceback.format_exc()"
+    assert loop in source and fails in source
+    chosen = (
+        '    checks = {name: checks[name] for name in checks if __import__("re").search(os.environ["CHECKS"], name)}\n'
+    )
     script.unlink()
-    script.write_text(source.replace(kept, f"{kept}; break"), encoding="utf-8")
+    script.write_text(source.replace(loop, chosen + loop).replace(fails, f"{fails}; break"), encoding="utf-8")
 
 
 def failure(mutant: Mutant, tree: Path) -> str:
-    """The first test that fails; an empty text if none does."""
+    """The first check that fails; an empty text if none does."""
     file = tree / "python" / "fenceline" / mutant.path
     source = (PACKAGE / mutant.path).read_text(encoding="utf-8")
     file.unlink()
     file.write_text(mutant.apply(source), encoding="utf-8")
-    run = [sys.executable, "-m", "pytest", "-q", "-x", "--all", "-n", "0", "-p", "no:cacheprovider"]
-    env = os.environ | {"PYTHONPATH": str(tree / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        for test in files_of(mutant.path):
-            done = subprocess.run(
-                [*run, test], cwd=tree, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-            )
-            if done.returncode:
-                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return failed[0].partition(" - ")[0] if failed else f"{test}: {done.stdout[-300:]}"
-    except subprocess.TimeoutExpired:
-        return f"{test}: does not end"
+        for script, mode, names in checks_of(mutant.path):
+            if failed := _failed(tree, script, mode, names):
+                return failed
     finally:
         file.unlink()
         file.symlink_to(PACKAGE / mutant.path)
     return ""
+
+
+def _failed(tree: Path, script: str, mode: str, names: str) -> str:
+    paths = os.pathsep.join(str(tree / each) for each in ("python", "test/support"))
+    env = os.environ | {
+        "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "CHECKS": names, "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": str(int(mode == "interpret")),
+    }  # fmt: skip
+    run = [sys.executable, "-W", "ignore", str(tree / script), mode]
+    try:
+        done = subprocess.run(run, cwd=tree, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{script} does not end"
+    if done.returncode:
+        return f"{script}: exit status {done.returncode}: {done.stderr[-200:]}"
+    outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    assert outcomes, f"{script} has no check {names!r}"
+    return next((f"{script} {mode} {name}" for name, text in outcomes.items() if text), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import pytest
 from fenceline_proof import mutate
 from fenceline_proof.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 from fenceline_proof.mutate import Result, Traced, read_results, report, runs_for
-from mutate_kernels import ROOT, RULES, TESTS, files_of, kernel_mutants
+from mutate_kernels import ROOT, RULES, TESTS, checks_of, kernel_mutants
 
 SOURCE = '''
 def move(stream, pool, pages, after, start):
@@ -91,7 +91,7 @@ def test_the_rules_of_kernels_find_each_place_once() -> None:
 def test_every_kernel_has_tests_and_mutants() -> None:
     mutants = kernel_mutants()
     assert {Path(one.path).stem for one in mutants} == TESTS.keys()
-    assert all((ROOT / file).exists() for one in mutants for file in files_of(one.path))
+    assert all((ROOT / script).exists() for one in mutants for script, _, _ in checks_of(one.path))
     for one in mutants[::5]:
         ast.parse(one.apply((PACKAGE / one.path).read_text(encoding="utf-8")))
 
