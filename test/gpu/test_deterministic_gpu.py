@@ -9,6 +9,7 @@ of the first run's time is Triton's compiler's, so run it in several processes: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_experts_and_rotation(
     torch.manual_seed(0)
     kernels = CudaLayerKernels(torch.device("cuda"), product[1])
     experts = ExpertsConfig(num_experts=num_experts, top_k=8, intermediate_size=768, renormalise=True)
+    in_groups = replace(experts, top_k=2, num_groups=4, top_groups=2, sigmoid=True)
     heads = HeadLayout(32, 8, 128)
     with torch.device("cuda"):
         x, router = torch.randn(2048, 1024).to(dtype), torch.randn(num_experts, 1024) / 32
@@ -131,7 +133,8 @@ def test_experts_and_rotation(
         num = len(x[rows])
         slots = torch.cat((positions[rows] + 1, positions[:padding] * 0))
         mine = torch.cat((x[rows], x[:padding]))
-        routing = kernels.route(kernels.router_logits(mine, router), None, slots, 1, experts)
+        logits = kernels.router_logits(mine, router)
+        routing, of_groups = (kernels.route(logits, None, slots, 1, how) for how in (experts, in_groups))
         gated = kernels.grouped_product(mine, gate_up, routing, gated=True)
         summed = kernels.combine_experts(kernels.grouped_product(gated, down, routing), routing)
         rotated = qkv[rows].clone()
@@ -140,8 +143,7 @@ def test_experts_and_rotation(
         stored = caches[:, slots[:num]].transpose(0, 1)
         return [
             kernels.rms_norm(mine, norms.q_weight.repeat(8), 1e-6)[:num],
-            routing.weights[:num],
-            summed[:num],
+            *(part[:num] for part in (routing.weights, of_groups.ids, of_groups.weights, summed)),
             rotated,
             stored,
         ]

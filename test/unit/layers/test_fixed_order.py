@@ -8,6 +8,7 @@ the other, so that another order shows in the bits.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,7 @@ def check_layers() -> None:
     assert kernels.fixed_order
     num_tokens, k, size = 300, 160, 48
     experts = ExpertsConfig(num_experts=8, top_k=3, intermediate_size=size, renormalise=True)
+    in_groups = replace(experts, num_groups=4, top_groups=2, sigmoid=True)
     x, router = torch.randn(80, k).half(), torch.randn(8, k)
     gate_up, down = ((torch.randn(8, *shape) / 8).half() for shape in ((2 * size, k), (k, size)))
     heads, norms, table = HeadLayout(6, 2, 16), QKNorm(torch.randn(16), torch.randn(16), 1e-6), torch.randn(300, 24)
@@ -185,12 +187,14 @@ def check_layers() -> None:
     def tokens(rows: slice) -> tuple[torch.Tensor, ...]:
         mine, rotated = in_front_of_nan(x[rows]), in_front_of_nan(qkv[rows])
         slots = torch.arange(num_tokens)[rows] + 1
-        routing = kernels.route(kernels.router_logits(mine, router), None, slots[: len(mine)], 1, experts)
+        logits = kernels.router_logits(mine, router)
+        routing, of_groups = (kernels.route(logits, None, slots[: len(mine)], 1, how) for how in (experts, in_groups))
         gated = kernels.grouped_product(mine, gate_up, routing, gated=True)
         summed = kernels.combine_experts(kernels.grouped_product(gated, down, routing), routing)
         caches = torch.zeros(2, num_tokens + 1, 2, 16).half()
         kernels.rotate_and_store(rotated, heads, norms, table, torch.arange(num_tokens)[rows], *caches, slots)
-        return routing.ids, routing.weights, summed, rotated, caches[:, slots].transpose(0, 1)
+        chosen = routing.ids, routing.weights, of_groups.ids, of_groups.weights
+        return *chosen, summed, rotated, caches[:, slots].transpose(0, 1)
 
     added = SimpleNamespace(all_reduce=lambda squares: squares * 2)  # the other rank brings the same
     context = LayerContext(Shard(0, 2, added), kernels, torch.float16, None)  # type: ignore[arg-type]
