@@ -62,6 +62,21 @@ _ROPES: dict[str, dict[str, object]] = {
     },
 }
 
+_LONGROPE: dict[str, object] = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [0.9, 1.2, 1.5, 2.0],
+    "long_factor": [1.1, 2.0, 5.0, 9.0],
+}
+_MINICPM3: dict[str, object] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "dim_model_base": 32,
+}
 # Rules whose angles depend on a sequence's length in transformers, for the numbers of rotated features there are.
 LENGTH_ROPES: dict[str, tuple[str, dict[str, object]]] = {
     "phi3-longrope": (
@@ -91,19 +106,9 @@ LENGTH_ROPES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
-    "llama-longrope": (  # as MiniCPM3 writes it, with the attention factor in config.json
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 100.0,
-                "original_max_position_embeddings": 64,
-                "attention_factor": 1.4,
-                "short_factor": [0.9, 1.2, 1.5, 2.0],
-                "long_factor": [1.1, 2.0, 5.0, 9.0],
-            }
-        },
-    ),
+    # As MiniCPM3 writes it, with the attention factor in config.json.
+    "llama-longrope": ("Llama", {"rope_parameters": {**_LONGROPE, "attention_factor": 1.4}}),
+    "minicpm3-lengths": ("MiniCPM3", {**_MINICPM3, "q_lora_rank": None, "rope_parameters": _LONGROPE}),
     "llama-dynamic": (
         "Llama",
         {
@@ -308,6 +313,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "minicpm3-longrope": (  # of which the original length is the longest, as in the published model
+        "MiniCPM3",
+        {
+            **_MINICPM3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": CONTEXT},
+        },
+    ),
+    "minicpm3": ("MiniCPM3", {**_MINICPM3, "scale_depth": None, "dim_model_base": None, "v_head_dim": 24}),
     "deepseek-v3.2": (
         "DeepseekV32",
         {**_SPARSE, "rope_parameters": {**_ROPES["yarn"], "mscale": 0.7, "mscale_all_dim": 0.7}},

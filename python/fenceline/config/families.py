@@ -231,6 +231,20 @@ def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
     )
 
 
+def _minicpm3_multipliers(reader: ConfigReader) -> Multipliers:
+    """Two of them depend on the model's size. null says that they do nothing."""
+    depth, width = reader.size("num_hidden_layers"), reader.size("hidden_size")
+
+    def stated(key: str, default: float, neutral: float) -> float:
+        return neutral if key in reader.values and reader.values[key] is None else reader.number(key, default)
+
+    return Multipliers(
+        embedding=reader.number("scale_emb", 12.0),
+        residual=stated("scale_depth", 1.4, depth**0.5) / depth**0.5,
+        logits=stated("dim_model_base", 256.0, width) / width,
+    )
+
+
 def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -> ExpertsConfig:
     """``shared_size``: the default."""
     every = reader.size("decoder_sparse_step", 1)
@@ -296,7 +310,13 @@ def _deepseek_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
 
 
 def _deepseek_latent(
-    reader: ConfigReader, q_rank: int = 1536, nope_dim: int = 128, v_dim: int = 128, has_rank: bool = False
+    reader: ConfigReader,
+    q_rank: int = 1536,
+    nope_dim: int = 128,
+    v_dim: int = 128,
+    kv_rank: int = 512,
+    rope_dim: int = 64,
+    has_rank: bool = False,
 ) -> LatentConfig:
     """The sizes are defaults. ``has_rank``: queries without a rank are refused."""
     reader.overridden("head_dim", "qk_head_dim")  # by the sizes of their parts
@@ -305,7 +325,7 @@ def _deepseek_latent(
         raise ConfigError(
             "config.json: with latent attention num_key_value_heads must be num_attention_heads, or left out"
         )
-    rope_dim = reader.size("qk_rope_head_dim", 64)
+    rope_dim = reader.size("qk_rope_head_dim", rope_dim)
     if rope_dim % 2:
         raise ConfigError(f"config.json: qk_rope_head_dim must be even for rotary positions, got {rope_dim}")
     has_no_rank = "q_lora_rank" in reader.values and reader.values["q_lora_rank"] is None
@@ -313,11 +333,16 @@ def _deepseek_latent(
         raise ConfigError("config.json: q_lora_rank must be a number: the indexer reads the latents of queries")
     return LatentConfig(
         q_lora_rank=None if has_no_rank else reader.size("q_lora_rank", q_rank),
-        kv_lora_rank=reader.size("kv_lora_rank", 512),
+        kv_lora_rank=reader.size("kv_lora_rank", kv_rank),
         qk_nope_head_dim=reader.size("qk_nope_head_dim", nope_dim),
         qk_rope_head_dim=rope_dim,
         v_head_dim=reader.size("v_head_dim", v_dim),
     )
+
+
+def _minicpm3_latent(reader: ConfigReader) -> LatentConfig:
+    value_dim = max(reader.size("hidden_size") // reader.size("num_attention_heads"), 1)
+    return _deepseek_latent(reader, q_rank=768, nope_dim=64, v_dim=value_dim, kv_rank=256, rope_dim=32)
 
 
 def _indexer(
@@ -584,6 +609,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window": (),
             },
             experts=_minimax_experts,
+        ),
+        "MiniCPM3ForCausalLM": Family(
+            rms_norm_eps=1e-5, tied=True, multipliers=_minicpm3_multipliers, latent=_minicpm3_latent
         ),
         "MistralForCausalLM": Family(windows=_mistral_windows),
         "MixtralForCausalLM": Family(

@@ -100,6 +100,12 @@ def _deepseek(site: LayerSite) -> DecoderLayer:
     return DecoderLayer(attention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
 
 
+def _minicpm3(site: LayerSite) -> DecoderLayer:
+    """MiniCPM3 (OpenBMB, 2024, arXiv:2404.06395): latent attention, an MLP, and multipliers of embeddings, branches and
+    logits."""
+    return DecoderLayer(LatentAttention(site, site.config.attention_bias), GatedMLP(site, site.config.mlp_bias))
+
+
 def _ernie4_5(site: LayerSite) -> DecoderLayer:
     """ERNIE 4.5 (Baidu, 2025, https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf), dense and with
     experts: Llama in which adjacent features of a head rotate as pairs. ``use_bias`` in config.json is for all
@@ -221,6 +227,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "LlamaForCausalLM": Architecture(_llama),
         "MiMoForCausalLM": Architecture(_qwen2),
         "MiniMaxM2ForCausalLM": Architecture(_minimax_m2),
+        "MiniCPM3ForCausalLM": Architecture(_minicpm3),
         "MistralForCausalLM": Architecture(_plain),
         "MixtralForCausalLM": Architecture(_mixtral),
         "Olmo2ForCausalLM": Architecture(_olmo2),
