@@ -500,7 +500,6 @@ _DEEPSEEK_V3 = Family(
 )
 _SPARSE = replace(
     _DEEPSEEK_V3,
-    quantized=(),
     computed={
         **_DEEPSEEK_V3.computed,
         "indexer_rope_interleave": (False,),

@@ -276,15 +276,20 @@ class SelfAttention(TokenMixer):
                 slots[prefix + name] = WeightSlot(param, (), convert=torch.flatten, loaded=self._take_kv_scales)
         if self._rotary.order is not None:
             self.qkv_proj.weight.moves_rows(len(self._rotary.order))
-            for name, slot in slots.items():
-                if name.startswith((f"{prefix}q_", f"{prefix}k_")) and slot.dest.numel() and slot.full_shape:
-                    slots[name] = with_order(slot, self._rotary.order)
+            rotated = {name: slot for name, slot in slots.items() if name.startswith((f"{prefix}q_", f"{prefix}k_"))}
+            slots |= in_order(rotated, self._rotary.order)
         return slots
 
 
-def with_order(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
-    """``slot``, into which a tensor [heads * head_dim, ...] goes with the features of each head in ``order``."""
-    return replace(slot, convert=partial(_reordered, order, slot.convert))
+def in_order(slots: WeightSlots, order: Sequence[int]) -> WeightSlots:
+    """``slots`` into which tensors [heads * head_dim, ...] go with the features of each head in ``order``. Tensors that
+    are not kept, or are one number for all rows, have no order."""
+    return {
+        name: replace(slot, convert=partial(_reordered, order, slot.convert))
+        if slot.dest.numel() and slot.full_shape
+        else slot
+        for name, slot in slots.items()
+    }
 
 
 def _reordered(

@@ -17,7 +17,7 @@ import torch
 
 from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, TokenMixer, with_order
+from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, TokenMixer, in_order
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, apply_rotary, rotary_angles
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, MergedColumnParallelLinear, RowParallelLinear
@@ -143,9 +143,8 @@ class LatentAttention(TokenMixer):
             ):
                 linear.weight.moves_rows(start + len(order) if start % len(order) else len(order))
                 whole = (*range(start), *(start + feature for feature in order))
-                for name, slot in slots.items():
-                    if slot.dest.numel() and slot.full_shape and not name.startswith(f"{prefix}q_a_proj."):
-                        slots[name] = with_order(slot, whole)
+                rotated = {name: slot for name, slot in slots.items() if not name.startswith(f"{prefix}q_a_proj.")}
+                slots |= in_order(rotated, whole)
         norms = self.kv_a_norm.weight_slots(f"{prefix}kv_a_layernorm")
         if self.latent.q_lora_rank is not None:
             norms |= self.q_a_norm.weight_slots(f"{prefix}q_a_layernorm")

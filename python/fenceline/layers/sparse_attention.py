@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, with_order
+from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, in_order
 from fenceline.layers.forward_batch import ForwardBatch, IndexQueries, Selection
 from fenceline.layers.kernels.base import apply_rotary, rotary_angles
 from fenceline.layers.latent_attention import LatentAttention
@@ -68,7 +68,9 @@ class Indexer:
         slots |= {f"{inside}k_norm.{name}": whole(p) for name, p in zip(("weight", "bias"), self.k_norm, strict=True)}
         if self.config.interleaved and self._rotary.order is not None:
             order = (*self._rotary.order, *range(self.rope_dim, self.config.head_dim))
-            slots = {name: with_order(slot, order) for name, slot in slots.items()}
+            for linear in (self.wq_b, self.wk):
+                linear.weight.moves_rows(len(order))
+            slots = in_order(slots, order)
         return slots | {f"{inside}weights_proj.weight": whole(self.weights_proj)}
 
 

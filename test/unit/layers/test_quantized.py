@@ -83,6 +83,7 @@ WITH_EXPERTS = {
 LATENT = {
     "moe_intermediate_size": 256,
     "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "head_dim": 16,
     "q_lora_rank": 256,
     "kv_lora_rank": 128,
@@ -90,6 +91,7 @@ LATENT = {
 }
 OTHERS = [
     *(("deepseek-v2", name) for name in FORMATS),
+    *((family, name) for family in ("deepseek-v3.2", "glm-5") for name in FP8_FORMATS),
     *((family, name) for family in ("phi3", "glm4") for name in FORMATS),
     *((family, name) for family in ("qwen3-moe", "mixtral") for name in FORMATS),
     *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
@@ -106,7 +108,8 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             dense = {"num_attention_heads": 8, "num_key_value_heads": 4}
-            sizes = LATENT if family == "deepseek-v2" else dense if family in ("phi3", "glm4") else WITH_EXPERTS
+            has_latents = family in ("deepseek-v2", "deepseek-v3.2", "glm-5")
+            sizes = LATENT if has_latents else dense if family in ("phi3", "glm4") else WITH_EXPERTS
             save_checkpoint(family, made[family], SIZES | sizes)
         return made[family]
 
@@ -147,6 +150,21 @@ def test_latents_that_are_stored_as_one_matrix(plain_of: Callable[[str], Path], 
     replace_weights(ours.model, new, lambda: None)
     after = logits_of(ours)[0]
     assert torch.equal(after, logits_of(PagedModel(tmp_path, 16, "cpu"))[0]) and not torch.allclose(after, before)
+
+
+def test_ranks_may_cut_blocks_of_up_projections(plain_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The second rank's 208 rows begin within a block."""
+    write_published(plain_of("deepseek-v2"), tmp_path, FORMATS["fp8-blocks"])
+    config = ModelConfig.from_dir(str(tmp_path))
+
+    def matrices(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = load_model(config, "auto", CPU, torch_context(shard, torch.float32), 0, progress=False).layers[1]
+        assert isinstance(layer.self_attn, LatentAttention)
+        return layer.self_attn._up_matrices()
+
+    halves = [matrices(Shard(rank, 2)) for rank in range(2)]
+    for whole, *parts in zip(matrices(Shard()), *halves, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_on_line_formats_leave_up_projections_plain(plain_of: Callable[[str], Path]) -> None:
@@ -529,6 +547,20 @@ def test_tensors_of_another_format_are_refused(tensor: str, plain: Path, tmp_pat
     weights[name] = torch.ones(2) if tensor == "weight_scale" else weights[name].bfloat16()
     save_file(weights, path)
     with pytest.raises(ValueError, match=f"{name} .* different models"):
+        PagedModel(tmp_path, 16, "cpu")
+
+
+def test_scales_of_e8m0_are_refused(plain: Path, tmp_path: Path) -> None:
+    """ue8m0 in config.json says only that they are powers of two; published files store them as float32."""
+    published = FORMATS["fp8-blocks"]
+    config = {**published.config, "scale_fmt": "ue8m0"}
+    write_published(plain, tmp_path, Published(config, published.quantise))
+    ours, meant = PagedModel(tmp_path, 16, "cpu"), PagedModel(tmp_path / "dequantised", 16, "cpu")
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight_scale_inv"
+    weights = load_file(path)
+    save_file(weights | {name: weights[name].to(torch.float8_e8m0fnu)}, path)
+    with pytest.raises(ValueError, match="up_proj.weight_scale_inv is torch.float8_e8m0fnu; use the model's unquant"):
         PagedModel(tmp_path, 16, "cpu")
 
 
