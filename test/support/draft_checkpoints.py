@@ -102,14 +102,43 @@ def random_eagle3(rng: Random) -> DraftCheckpoint:
     return made
 
 
-def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
-    """Adds multi-token prediction layers to the checkpoint of a target, and returns all of it."""
-    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": num_layers}
-    made = DraftCheckpoint(config)
+def save_appended_mtp(
+    name: str, directory: Path
+) -> tuple[transformers.PreTrainedModel, torch.nn.Module, DraftCheckpoint]:
+    """A target of ``CHECKPOINTS`` with a multi-token prediction layer behind its last one, as DeepSeek-V3 is published:
+    transformers' model in float64, its decoder layer that is part of the prediction layer, and the checkpoint."""
+    indexed = {"indexer_types": ["full", "shared", "shared", "full"]} if name == "glm-5-shared" else {}
+    model = save_checkpoint(name, directory, {"num_hidden_layers": TARGET_LAYERS + 1, **indexed})
+    block, model.model.layers = model.model.layers[-1], model.model.layers[:-1]
+    model.config.num_hidden_layers = TARGET_LAYERS
+    made = _read_one_file(directory, {"num_hidden_layers": TARGET_LAYERS, "num_nextn_predict_layers": 1})
+    for kind in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if isinstance(kinds := made.config.get(kind), list):
+            made.config[kind] = kinds[:TARGET_LAYERS]
+    prefix = f"model.layers.{TARGET_LAYERS}."
+    made.tensors |= {f"{prefix}{norm}.weight": _ones_about(TARGET_SIZE) for norm in ("enorm", "hnorm")}
+    made.tensors |= _linear(f"{prefix}eh_proj", 2 * TARGET_SIZE, TARGET_SIZE, bias=False)
+    made.tensors[f"{prefix}shared_head.norm.weight"] = _ones_about(TARGET_SIZE)
+    made.tensors[f"{prefix}embed_tokens.weight"] = made.tensors["model.embed_tokens.weight"].clone()
+    made.tensors[f"{prefix}shared_head.head.weight"] = made.tensors["lm_head.weight"].clone()
+    made.save(directory)
+    return model.double(), block.double(), made
+
+
+def _read_one_file(directory: Path, others: dict[str, object]) -> DraftCheckpoint:
+    """The checkpoint in ``directory``, which goes; ``others``: entries of its config.json that are replaced."""
+    made = DraftCheckpoint(json.loads((directory / "config.json").read_text()) | others)
     for path in directory.glob("*.safetensors"):
         made.tensors |= {name: tensor.clone() for name, tensor in load_file(path).items()}
         path.unlink()
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    return made
+
+
+def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
+    """Adds multi-token prediction layers to the checkpoint of a target, and returns all of it."""
+    made = _read_one_file(directory, {"num_nextn_predict_layers": num_layers})
+    config = made.config
     family = {"mimo": "Qwen2", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(str(config["model_type"]), "Llama")
     for index in range(num_layers):
         prefix = f"model.mtp_layers.{index}."

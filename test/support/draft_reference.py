@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import transformers
@@ -27,6 +28,7 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
 class Reference:
     """The computation of a draft for whole sequences: rows [n, ...] at positions 0 to n - 1."""
 
+    tolerance: ClassVar[float] = 1e-4
     made: DraftCheckpoint
     embedding: torch.Tensor  # the draft's own or the target's
     head: torch.Tensor
@@ -94,6 +96,39 @@ class Reference:
         x = self.block(x, prefix, self.norm(x, f"{prefix}input_layernorm"))
         x = self.norm(x, f"{prefix}final_layernorm")
         return x @ self.head.T, x
+
+
+@dataclass
+class AppendedReference:
+    """The same for a layer behind the target's (``save_appended_mtp``), whose decoder layer is transformers'."""
+
+    tolerance: ClassVar[float] = 1e-3  # each step of a chain of such layers amplifies the rounding of the last one
+    target: transformers.PreTrainedModel
+    block: torch.nn.Module
+    made: DraftCheckpoint
+
+    def first(self, target: TargetStates) -> torch.Tensor:
+        """The hidden states of the first step."""
+        return target.normed
+
+    def step(self, ids: torch.Tensor, hidden: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and next hidden states of all rows."""
+        model, eps = self.target.model, self.target.config.rms_norm_eps
+
+        def weight(name: str) -> torch.Tensor:
+            return self.made.tensors[f"model.layers.{len(model.layers)}.{name}.weight"].double()
+
+        embedded = model.embed_tokens.weight[ids].double()
+        both = rms(embedded, weight("enorm"), eps), rms(hidden, weight("hnorm"), eps)
+        x = (torch.cat(both, -1) @ weight("eh_proj").T)[None]
+        positions = torch.arange(len(ids))[None]
+        mask = torch.full((len(ids), len(ids)), float("-inf"), dtype=x.dtype).triu(1)[None, None]
+        angles = model.rotary_emb(x, positions)
+        with torch.no_grad():
+            out = self.block(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        x = out[0] if isinstance(out, tuple) else out  # GLM-5's layers return what they have selected too
+        x = rms(x[0].double(), weight("shared_head.norm"), eps)
+        return x @ self.target.lm_head.weight.double().T, x
 
 
 @dataclass(frozen=True)

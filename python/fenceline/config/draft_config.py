@@ -209,7 +209,13 @@ def _read_nextn(directory: str | None, target: ModelConfig) -> DraftConfig:
             f"{model.model_path}: config.json names no layers that predict further tokens (num_nextn_predict_layers);"
             " use --speculative-algorithm EAGLE3 or STANDALONE with --speculative-draft-model-path"
         )
-    model = dataclasses.replace(model, num_layers=model.num_mtp_layers, context_length=target.context_length)
+    first = model.num_layers if model.appended_mtp else 0
+    model = dataclasses.replace(
+        model, num_layers=model.num_mtp_layers, first_layer=first, context_length=target.context_length
+    )
+    if model.indexer is not None:  # each of these layers has its own
+        indexed = model.indexer.layers | set(model.layer_indices)
+        model = dataclasses.replace(model, indexer=dataclasses.replace(model.indexer, layers=indexed))
     return DraftConfig(algorithm=SpeculativeAlgorithm.NEXTN, model=model)
 
 

@@ -51,12 +51,12 @@ class ModelConfig:
     ``eos_token_ids`` is the sorted union of the ids in config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are those of config.json; the family's function in models/families.py says which
     projections they are for. ``num_mtp_layers`` is the number of multi-token prediction layers (--speculative-algorithm
-    NEXTN), and ``num_appended_layers`` the number of such layers that are stored after the model's own and are not
-    used. ``rope_interleaved`` and ``partial_rotary_factor``: see ``RotaryEmbedding``. ``unrotated_layers`` have no
-    position embedding. ``quantization`` is the number format of the linear layers; None: ``dtype``. ``experts`` is None
-    for dense models. ``latent`` is None for models whose layers keep keys and values; otherwise all heads share one
-    row, which counts as one key/value head, and ``head_dim`` is that of queries. ``indexer`` is None if latents are
-    attended to as keys and values are, and not selected.
+    NEXTN), which checkpoints have behind the model's own layers if ``appended_mtp``. ``first_layer`` is the index of
+    the first layer, which is not 0 for a draft of such layers. ``rope_interleaved`` and ``partial_rotary_factor``: see
+    ``RotaryEmbedding``. ``unrotated_layers`` have no position embedding. ``quantization`` is the number format of the
+    linear layers; None: ``dtype``. ``experts`` is None for dense models. ``latent`` is None for models whose layers
+    keep keys and values; otherwise all heads share one row, which counts as one key/value head, and ``head_dim`` is
+    that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected.
     """
 
     model_path: str
@@ -82,7 +82,8 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str
     num_mtp_layers: int = 0
-    num_appended_layers: int = 0
+    appended_mtp: bool = False
+    first_layer: int = 0
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
@@ -98,6 +99,11 @@ class ModelConfig:
     indexer: IndexerConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def layer_indices(self) -> range:
+        """The index of each layer."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens; None: it attends to all tokens."""
@@ -115,7 +121,7 @@ class ModelConfig:
         experts = self.experts
         if experts is None:
             return (self.intermediate_size,)
-        dense = (self.intermediate_size,) if experts.dense_layers & set(range(self.num_layers)) else ()
+        dense = (self.intermediate_size,) if experts.dense_layers & set(self.layer_indices) else ()
         return (*dense, experts.shared_size) if experts.shared_size else dense
 
     def kv_rows(self, dtype: str, num_ranks: int = 1) -> tuple[tuple[KVRow, ...], ...]:
@@ -126,7 +132,7 @@ class ModelConfig:
             if index is None:
                 return (rows,) * self.num_layers
             keys = index_keys(index.head_dim, dtype)
-            return tuple(rows + keys if layer in index.layers else rows for layer in range(self.num_layers))
+            return tuple(rows + keys if layer in index.layers else rows for layer in self.layer_indices)
         num_heads = max(self.num_kv_heads // num_ranks, 1)
         return (keys_and_values(num_heads, self.head_dim, dtype),) * self.num_layers
 
@@ -238,8 +244,8 @@ class ModelConfig:
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
-            num_mtp_layers=0 if family.appended_mtp else num_nextn_layers,
-            num_appended_layers=num_nextn_layers if family.appended_mtp else 0,
+            num_mtp_layers=num_nextn_layers,
+            appended_mtp=family.appended_mtp,
             partial_rotary_factor=partial_rotary,
             rope_interleaved=reader.switch("rope_interleave", family.rope_interleaved),
             unrotated_layers=family.unrotated(reader, num_layers),

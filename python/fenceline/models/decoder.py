@@ -31,7 +31,8 @@ _OTHER_NAMES = {
     ".k_proj.k_scale": ".k_scale",
     ".v_proj.v_scale": ".v_scale",
 }
-MTP_PREFIX = "model.mtp_layers."  # the prefix of the tensors of multi-token prediction layers
+
+LAYERS = "model.layers."  # the prefix of the tensors of a model's layers
 
 LayerMaker = Callable[[LayerSite], DecoderLayer]
 Weights = Iterable[tuple[str, torch.Tensor]]  # tensors with their names, in any order
@@ -73,7 +74,7 @@ class CausalLM:
         scales = config.multipliers.embedding, config.multipliers.logits, config.logits_soft_cap
         self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
         self.rotary = make_rotary(config)
-        self.layers = make_layers(make_layer, config, context, "model.layers.", self.rotary, first_layer)
+        self.layers = make_layers(make_layer, config, context, LAYERS, self.rotary, first_layer)
         for layer, following in pairwise(self.layers):
             layer.mlp.next_norm = following.self_attn.input_norm
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
@@ -113,8 +114,7 @@ class CausalLM:
     @property
     def attention_rules(self) -> dict[int, LayerRules]:
         """The rules of the layers that compute more than softmax(scale q k^T) v, by their index in the KV pool."""
-        layers = [layer.self_attn for layer in self.layers]
-        return {layer.layer_id: layer.rules for layer in layers if not layer.rules.plain}
+        return rules_of(self.layers)
 
     # --- in pieces
 
@@ -157,9 +157,9 @@ class CausalLM:
         the parameters for which a tensor comes are filled. With ``only_check`` nothing is written. Raises
         ``ValueError`` for missing, unexpected, repeated and mis-shaped weights."""
         tied = self.lm_head is self.embed_tokens
-        mtp = self.config.num_mtp_layers > 0
-        first, more = len(self.layers), self.config.num_appended_layers
-        appended = tuple(f"model.layers.{first + index}." for index in range(more))
+        first = len(self.layers) if self.config.appended_mtp else 0
+        indices = range(first, first + self.config.num_mtp_layers)
+        of_mtp = tuple(f"{mtp_prefix(self.config)}{index}." for index in indices)
 
         kv_scales: list[str] = []
 
@@ -173,13 +173,12 @@ class CausalLM:
                 (tied and name.startswith("lm_head."))
                 or ROTARY_TABLES in name
                 or name.endswith(OTHER_SCALES)
-                or (mtp and name.startswith(MTP_PREFIX))
-                or name.startswith(appended)
+                or name.startswith(of_mtp)
             )
 
         slots = self.weight_slots()
         weights = weights if self._own_weights is None else self._own_weights(weights)
-        fill_slots(slots, _split_fused(slots, weights), ignored, partly, only_check)
+        fill_slots(slots, split_fused(slots, weights), ignored, partly, only_check)
         if kv_scales and self.context.kv_dtype not in (None, self.context.dtype) and not only_check:
             logger.warning(
                 "the checkpoint has scales of keys and values (%s, ...) that its config.json does not announce as"
@@ -201,13 +200,26 @@ class CausalLM:
         return sum(slot.nbytes for slot in self.weight_slots().values())
 
 
+def rules_of(layers: Iterable[DecoderLayer]) -> dict[int, LayerRules]:
+    """The rules of those of ``layers`` that have any, by their index in the KV pool."""
+    mixers = [layer.self_attn for layer in layers]
+    return {mixer.layer_id: mixer.rules for mixer in mixers if not mixer.rules.plain}
+
+
 def make_layers(
     make: LayerMaker, config: ModelConfig, context: LayerContext, prefix: str, rotary: RotaryEmbedding, first: int
 ) -> list[DecoderLayer]:
-    """All layers of ``config``: their names in the checkpoint are ``prefix`` and a number, and in the KV pool they are
-    those from ``first`` on."""
-    sites = (LayerSite(config, context.inside(f"{prefix}{i}"), rotary, first + i, i) for i in range(config.num_layers))
-    return [make(site) for site in sites]
+    """All layers of ``config``: their names in the checkpoint are ``prefix`` and their indices, and in the KV pool they
+    are those from ``first`` on."""
+    return [
+        make(LayerSite(config, context.inside(f"{prefix}{index}"), rotary, layer_id, index))
+        for layer_id, index in enumerate(config.layer_indices, start=first)
+    ]
+
+
+def mtp_prefix(config: ModelConfig) -> str:
+    """What the names of multi-token prediction layers have before their indices."""
+    return LAYERS if config.appended_mtp else "model.mtp_layers."
 
 
 def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -215,7 +227,7 @@ def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     return x if batch.logits_index is None else x.index_select(0, batch.logits_index)
 
 
-def _split_fused(slots: WeightSlots, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+def split_fused(slots: WeightSlots, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """``weights``, with fused matrices split if the model has slots for their parts, and under our names where other
     tools have given a tensor another one."""
     for given, tensor in weights:

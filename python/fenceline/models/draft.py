@@ -17,7 +17,7 @@ from fenceline.layers.kernels.embed_join import JoinNorms, embed_and_join
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
-from fenceline.models.decoder import ROTARY_TABLES, CausalLM, Weights
+from fenceline.models.decoder import ROTARY_TABLES, CausalLM, Weights, rules_of, split_fused
 
 
 class DraftModel(ABC):
@@ -66,8 +66,9 @@ class DraftModel(ABC):
         that ``forward`` has returned. Must not be called for drafts that read no hidden states."""
 
     @property
+    @abstractmethod
     def attention_rules(self) -> dict[int, LayerRules]:
-        return {}
+        """As ``CausalLM.attention_rules``."""
 
     @abstractmethod
     def weight_slots(self) -> WeightSlots:
@@ -142,6 +143,10 @@ class SharingDraft(DraftModel):
         self.embed_tokens = self._table("embed_tokens", model.vocab_size, target.embed_tokens, context, names)
         self.lm_head = self._table("lm_head", head_size, target.lm_head, context, names)
 
+    @property
+    def attention_rules(self) -> dict[int, LayerRules]:
+        return rules_of(self.layers)
+
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.lm_head.own_logits(hidden_states, self.head_norm, out)
 
@@ -179,7 +184,8 @@ class SharingDraft(DraftModel):
         return slots
 
     def load_weights(self, weights: Weights) -> None:
-        fill_slots(self.weight_slots(), weights, lambda name: name in self.ignored or ROTARY_TABLES in name)
+        slots = self.weight_slots()
+        fill_slots(slots, split_fused(slots, weights), lambda name: name in self.ignored or ROTARY_TABLES in name)
         target = self.target
         # Many drafts have a copy of the target's embedding, of up to a gigabyte. A single rank drops it. Several ranks
         # keep it: each compares only its part, so some ranks might share the table while others do not.

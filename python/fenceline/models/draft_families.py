@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -14,7 +15,7 @@ from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.embed_join import JoinNorms
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots, whole
-from fenceline.models.decoder import MTP_PREFIX, CausalLM, Weights, logits_rows, make_layers
+from fenceline.models.decoder import CausalLM, Weights, logits_rows, make_layers, mtp_prefix
 from fenceline.models.draft import DraftModel, SharingDraft, StandaloneDraft
 from fenceline.models.families import MODELS, make_model
 
@@ -125,46 +126,68 @@ class Eagle3Draft(SharingDraft):
             self.target_ids = ids
 
 
-class MTPLayer:
-    """norm(block(input_proj([norm(hidden state), norm(embedding)]))), where ``block`` is a decoder layer of the
-    target's family. The embedding at position 0 is replaced by zero."""
+@dataclass(frozen=True, slots=True)
+class _MTPNames:
+    """The names in a checkpoint of what a multi-token prediction layer has around its decoder layer."""
 
-    def __init__(self, config: DraftConfig, context: LayerContext, block: DecoderLayer) -> None:
+    token_norm: str
+    hidden_norm: str
+    input_proj: str
+    final_norm: str
+
+
+_OF_MIMO = _MTPNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+_OF_DEEPSEEK = _MTPNames("enorm", "hnorm", "eh_proj", "shared_head.norm")
+
+
+class MTPLayer:
+    """final_norm(block(input_proj(token_norm(embedding) and hidden_norm(hidden state)))), where ``block`` is a decoder
+    layer of the target's family."""
+
+    def __init__(self, config: DraftConfig, context: LayerContext, block: DecoderLayer, tensors: Set[str]) -> None:
+        """``tensors``: the names of those in the checkpoint. One that is quantised may leave the projection plain
+        without saying so, as DeepSeek-V3's does."""
         size, eps = config.model.hidden_size, config.model.rms_norm_eps
+        self.names = names = _OF_DEEPSEEK if config.model.appended_mtp else _OF_MIMO
         self.block = block
         self.token_norm = context.norm(size, eps)
         self.hidden_norm = context.norm(size, eps)
-        self.input_proj = ReplicatedLinear("input_proj", 2 * size, size, False, context)
+        own = f"{context.module}{names.input_proj}."
+        if not any(name.startswith(own) and not name.endswith(".weight") for name in tensors):
+            context = replace(context, format=None)
+        self.input_proj = ReplicatedLinear(names.input_proj, 2 * size, size, False, context)
         self.final_norm = context.norm(size, eps)
 
-    def forward(self, embedded: torch.Tensor, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """``embedded`` and ``hidden_states`` → the next hidden states, normalised, all [T, hidden_size]."""
-        embedded = embedded.masked_fill((batch.positions[0] == 0).unsqueeze(1), 0.0)
-        both = self.hidden_norm.forward(hidden_states), self.token_norm.forward(embedded)
-        x = self.input_proj.forward(torch.cat(both, dim=-1))
-        return self.final_norm.forward(self.block.forward(x, batch))
+    def forward(self, both: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The normalised embeddings and hidden states, [T, 2 * hidden_size], → the next hidden states, normalised,
+        [T, hidden_size]."""
+        return self.final_norm.forward(self.block.forward(self.input_proj.forward(both), batch))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
             **self.block.weight_slots(prefix),
-            **self.token_norm.weight_slots(f"{prefix}token_layernorm"),
-            **self.hidden_norm.weight_slots(f"{prefix}hidden_layernorm"),
+            **self.token_norm.weight_slots(f"{prefix}{self.names.token_norm}"),
+            **self.hidden_norm.weight_slots(f"{prefix}{self.names.hidden_norm}"),
             **self.input_proj.weight_slots(prefix),
-            **self.final_norm.weight_slots(f"{prefix}final_layernorm"),
+            **self.final_norm.weight_slots(f"{prefix}{self.names.final_norm}"),
         }
 
 
 class MTPDraft(SharingDraft):
-    """Multi-token prediction: layers in the target's checkpoint that predict further tokens, as in MiMo
-    (arXiv:2505.07608). The idea is DeepSeek-V3's (arXiv:2412.19437, section 2.2). Layer k computes step k. If there is
-    a single layer, it computes all steps, one after the other."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers in the target's checkpoint that
+    predict further tokens. Layer k computes step k. If there is a single layer, it computes all steps, one after the
+    other. DeepSeek's families join the embedding and the hidden state in this order; MiMo (arXiv:2505.07608) joins them
+    in the other, and replaces the embedding at position 0 by zero."""
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
         model, make_layer = config.model, MODELS[config.model.architecture].make_layer
-        self.layers = make_layers(make_layer, model, context, MTP_PREFIX, self.rotary, target.num_layers)
+        prefix = mtp_prefix(model)
+        self.layers = make_layers(make_layer, model, context, prefix, self.rotary, target.num_layers)
+        self._names = [f"{prefix}{index}" for index in model.layer_indices]
         self.mtp_layers = [
-            MTPLayer(config, context.inside(f"{MTP_PREFIX}{index}"), layer) for index, layer in enumerate(self.layers)
+            MTPLayer(config, context.inside(name), layer, names)
+            for name, layer in zip(self._names, self.layers, strict=True)
         ]
         self.max_steps = None if model.num_layers == 1 else model.num_layers
 
@@ -176,13 +199,20 @@ class MTPDraft(SharingDraft):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.max_steps is None or step < self.max_steps, f"step {step} of {self.max_steps} layers"
         layer = self.mtp_layers[0 if self.max_steps is None else step]
-        x = layer.forward(self.embed_tokens.forward(batch.input_ids), hidden_states, batch)
+        if self.config.model.appended_mtp:
+            norms = JoinNorms(layer.token_norm.weight, layer.hidden_norm.weight, layer.token_norm.eps)
+            both = self.joined(batch.input_ids, hidden_states, norms)
+        else:
+            embedded = self.embed_tokens.forward(batch.input_ids)
+            embedded = embedded.masked_fill((batch.positions[0] == 0).unsqueeze(1), 0.0)
+            both = torch.cat((layer.hidden_norm.forward(hidden_states), layer.token_norm.forward(embedded)), dim=-1)
+        x = layer.forward(both, batch)
         return self.logits(logits_rows(x, batch), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots()
-        for index, layer in enumerate(self.mtp_layers):
-            slots |= layer.weight_slots(f"{MTP_PREFIX}{index}.")
+        for name, layer in zip(self._names, self.mtp_layers, strict=True):
+            slots |= layer.weight_slots(f"{name}.")
         return slots
 
 

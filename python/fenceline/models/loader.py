@@ -23,11 +23,12 @@ from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.quantized import COLUMN_ORDER
 from fenceline.layers.rotary import choice_by_length
 from fenceline.layers.weight import ADDED, WeightSlots
-from fenceline.models.decoder import MTP_PREFIX, CausalLM
+from fenceline.models.decoder import CausalLM, mtp_prefix
 from fenceline.models.draft import DraftModel
 from fenceline.models.draft_families import make_draft_model
 from fenceline.models.families import make_model
 
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of the target's, in layers that predict further tokens
 # With the prefixes that models have which see images too. Layers that predict further tokens may have copies.
 _HEAD_AND_EMBEDDING = ("lm_head.weight", "model.embed_tokens.weight", "language_model.embed_tokens.weight")
 _LOG_EVERY_S = 10.0
@@ -87,7 +88,7 @@ def load_draft_model(
             draft = make_draft_model(config, context, target, _dummy_names(config, target))
             _randomise(draft.weight_slots(), seed)
         else:
-            names = DraftNames(config.algorithm)
+            names = DraftNames(config)
             present = frozenset(names.inside(name) for name in weight_names(files) if names.wanted(name))
             names.check(present, directory)
             draft = make_draft_model(config, context, target, present)
@@ -137,13 +138,20 @@ def _check_headers(config: ModelConfig, dtype: torch.dtype, files: Sequence[Path
 class DraftNames:
     """How the tensors of a draft are named in its checkpoint."""
 
-    def __init__(self, algorithm: SpeculativeAlgorithm) -> None:
-        self._algorithm = algorithm
-        self._eagle = algorithm in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
+    def __init__(self, config: DraftConfig) -> None:
+        self._algorithm = config.algorithm
+        self._eagle = config.algorithm in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
+        self._of_mtp: tuple[str, ...] = ()
+        if config.algorithm is SpeculativeAlgorithm.NEXTN:
+            prefix = mtp_prefix(config.model)
+            self._of_mtp = tuple(f"{prefix}{index}." for index in config.model.layer_indices)
 
     def wanted(self, name: str) -> bool:
-        """Whether the tensor belongs to the draft. The layers of NEXTN are in the same files as the target's."""
-        return self._algorithm is not SpeculativeAlgorithm.NEXTN or name.startswith(MTP_PREFIX)
+        """Whether the tensor belongs to the draft. The layers of NEXTN are in the same files as the target's. By their
+        definition they have its embedding and head; copies of these are not read."""
+        if not self._of_mtp:
+            return True
+        return name.startswith(self._of_mtp) and not name.endswith(_COPIES)
 
     def inside(self, name: str) -> str:
         """The tensor's name in the draft model. Some conversions of EAGLE checkpoints add the prefix ``model.``."""
@@ -159,7 +167,7 @@ class DraftNames:
             )
         if self._algorithm is SpeculativeAlgorithm.NEXTN and not present:
             raise ValueError(
-                f"{directory}: lacks the tensors {MTP_PREFIX}*, which config.json announces"
+                f"{directory}: lacks the tensors {self._of_mtp[0]}*, which config.json announces"
                 " (num_nextn_predict_layers); download the model again, or one that has them"
             )
 

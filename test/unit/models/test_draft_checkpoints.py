@@ -9,7 +9,16 @@ from random import Random
 
 import pytest
 import torch
-from draft_checkpoints import TARGET_SIZE, VOCAB, DraftCheckpoint, add_mtp, random_eagle, random_eagle3, save_target
+from draft_checkpoints import (
+    TARGET_SIZE,
+    VOCAB,
+    DraftCheckpoint,
+    add_mtp,
+    random_eagle,
+    random_eagle3,
+    save_appended_mtp,
+    save_target,
+)
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +26,7 @@ from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, rea
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import Shard, torch_context
 from fenceline.models.draft import DraftModel
+from fenceline.models.draft_families import MTPDraft
 from fenceline.models.loader import load_draft_model, load_model
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
@@ -190,7 +200,24 @@ def test_a_target_without_further_layers_has_no_nextn(target: Path) -> None:
 def test_announced_layers_must_be_there(target: Path) -> None:
     path = target / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
-    refused(lambda: load(NEXTN, None, target), r"lacks the tensors model\.mtp_layers\.\*, which config.json")
+    refused(lambda: load(NEXTN, None, target), r"lacks the tensors model\.mtp_layers\.0\.\*, which config.json")
+
+
+def test_a_layer_behind_the_last_brings_no_embedding_and_no_head(tmp_path: Path) -> None:
+    """It has copies of the target's, which are not read; whatever else it lacks is named."""
+    _, _, made = save_appended_mtp("glm4-moe", tmp_path)
+    prefix = "model.layers.3."
+    made.tensors |= {f"{prefix}{name}.weight": torch.zeros(3) for name in ("embed_tokens", "shared_head.head")}
+    made.save(tmp_path)
+    draft = load(NEXTN, None, tmp_path)
+    assert isinstance(draft, MTPDraft) and draft.embed_tokens is draft.target.embed_tokens
+    assert draft.lm_head is draft.target.lm_head and draft.max_steps is None
+    del made.tensors[f"{prefix}enorm.weight"]
+    made.save(tmp_path)
+    refused(lambda: load(NEXTN, None, tmp_path), r"the checkpoint lacks weights: model\.layers\.3\.enorm\.weight")
+    made.tensors = {name: tensor for name, tensor in made.tensors.items() if not name.startswith(prefix)}
+    made.save(tmp_path)
+    refused(lambda: load(NEXTN, None, tmp_path), r"lacks the tensors model\.layers\.3\.\*, which config.json")
 
 
 def test_further_layers_in_a_directory_of_their_own(tmp_path: Path, target: Path) -> None:

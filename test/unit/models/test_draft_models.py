@@ -23,9 +23,10 @@ from draft_checkpoints import (
     add_mtp,
     random_eagle,
     random_eagle3,
+    save_appended_mtp,
     save_target,
 )
-from draft_reference import Reference, target_states
+from draft_reference import AppendedReference, Reference, target_states
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from paged_draft import PagedDraft, Rows
 from ranks import Ranks
@@ -38,7 +39,10 @@ from fenceline.models.loader import load_draft_model
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
+NUM_SEEDS = 10
 TARGETS = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3-tied-biased")
+# Targets with a layer behind their last one that predicts a further token.
+APPENDED = ("glm4-moe", "deepseek-v3", "glm4.7-flash-mixed", "deepseek-v3.2", "glm-5", "glm-5-shared")
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Case:
 
     ours: PagedDraft
     target: transformers.PreTrainedModel
-    reference: Reference
+    reference: Reference | AppendedReference
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """The reference's first hidden states of the tokens ``ids``."""
@@ -58,6 +62,9 @@ def make_case(tmp_path: Path, algorithm: SpeculativeAlgorithm, seed: int, page_s
     rng = Random(zlib.crc32(f"{algorithm} {seed}".encode()))
     torch.manual_seed(seed)
     target_dir, draft_dir = tmp_path / "target", tmp_path / "draft"
+    if algorithm is NEXTN and seed >= NUM_SEEDS:
+        target, block, made = save_appended_mtp(APPENDED[seed - NUM_SEEDS], target_dir)
+        return Case(PagedDraft(target_dir, page_size, NEXTN, None), target, AppendedReference(target, block, made))
     name = TARGETS[seed % len(TARGETS)]
     if algorithm is NEXTN and seed % 3 == 0:
         name = "mimo"
@@ -77,15 +84,16 @@ def make_case(tmp_path: Path, algorithm: SpeculativeAlgorithm, seed: int, page_s
     return Case(ours, target, Reference(made, embedding.detach().double(), head.detach().double()))
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=0)
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=0)
 
 
 def tokens(num: int, seed: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (num,), generator=torch.Generator().manual_seed(seed))
 
 
-CASES = [(algorithm, seed) for algorithm in (EAGLE, EAGLE3, NEXTN) for seed in range(10)]
+CASES = [(algorithm, seed) for algorithm in (EAGLE, EAGLE3, NEXTN) for seed in range(NUM_SEEDS)]
+CASES += [(NEXTN, NUM_SEEDS + index) for index in range(len(APPENDED))]
 
 
 @pytest.mark.parametrize(("algorithm", "seed"), CASES, ids=lambda value: getattr(value, "value", value))
@@ -115,8 +123,8 @@ def test_chains_equal_the_reference(tmp_path: Path, algorithm: SpeculativeAlgori
             results = ours.draft_step(given, ForwardMode.EXTEND, step)
             for (r, start, end), (logits, after) in zip(work, results, strict=True):
                 expected, expected_after = dense(r, end, step)
-                close(logits, expected[start:])
-                close(after, expected_after[start:])
+                close(logits, expected[start:], case.reference.tolerance)
+                close(after, expected_after[start:], case.reference.tolerance)
             hidden = [after for _, after in results]
         return {r: after[-1:] for (r, *_), after in zip(work, hidden, strict=True)}
 
@@ -142,8 +150,8 @@ def test_chains_equal_the_reference(tmp_path: Path, algorithm: SpeculativeAlgori
                 _, before = case.reference.step(ids[:-1], hidden, 0)
                 dense_chain[r] = torch.cat((hidden, before[-1:]))
                 expected, expected_after = case.reference.step(ids, dense_chain[r], 0)
-                close(logits, expected[-1:])
-                close(after, expected_after[-1:])
+                close(logits, expected[-1:], case.reference.tolerance)
+                close(after, expected_after[-1:], case.reference.tolerance)
                 last[r] = after
 
     dense_chain: dict[int, torch.Tensor] = {}
@@ -204,11 +212,13 @@ def test_a_model_that_only_says_it_is_tied_keeps_its_head(tmp_path: Path) -> Non
     assert isinstance(draft, StandaloneDraft) and draft.lm_head is not draft.model.embed_tokens
 
 
-@pytest.mark.parametrize("algorithm", [EAGLE, EAGLE3, NEXTN])
-def test_ranks_together_compute_what_one_does(tmp_path: Path, algorithm: SpeculativeAlgorithm) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "first_seed"), [(EAGLE, 0), (EAGLE3, 0), (NEXTN, 0), *((NEXTN, seed) for _, seed in CASES[30:])]
+)
+def test_ranks_together_compute_what_one_does(tmp_path: Path, algorithm: SpeculativeAlgorithm, first_seed: int) -> None:
     folder = next(
         folder
-        for seed, folder in ((seed, tmp_path / str(seed)) for seed in range(99))
+        for seed, folder in ((seed, tmp_path / str(seed)) for seed in range(first_seed, 99))
         if make_case(folder, algorithm, seed, 16).reference.made.size("num_attention_heads") % 2 == 0
     )
     draft_dir = None if algorithm is NEXTN else folder / "draft"
