@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its mixtures of experts, Gemma 2's).
+(Qwen3's, those of its mixtures of experts, Gemma 2's, GLM-5's with dense layers).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -78,7 +78,7 @@ class Step:
 
 
 # The families that it knows. Gemma's layers have norms behind attention and MLP too, windows and soft caps.
-_FAMILIES = ("qwen3", "qwen3_moe", "gemma2")
+_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "glm_moe_dsa")
 
 
 class Model:
@@ -102,6 +102,10 @@ class Model:
             self.score_scale = 1 / math.sqrt(config["query_pre_attn_scalar"])
             self.score_cap = config["attn_logit_softcapping"]
             self.logit_cap = config["final_logit_softcapping"]
+        self.index_top_k: int = config.get("index_topk", 0)
+        self.latent_size: int = config.get("kv_lora_rank", 0)
+        if self.index_top_k:
+            self.score_scale = 1 / math.sqrt(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
         self.top_k: int = config.get("num_experts_per_tok", 0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
@@ -110,27 +114,27 @@ class Model:
         self.eps: float = config["rms_norm_eps"]
         self.rounds_kv = rounds_kv
         tensors = load_file(Path(folder) / "model.safetensors")
-        self._weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+        self.weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         self._frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
-        self.embedding = self._weights["model.embed_tokens.weight"]
+        self.embedding = self.weights["model.embed_tokens.weight"]
         tied = config.get("tie_word_embeddings", False)
-        self.head = self.embedding if tied else self._weights["lm_head.weight"]
+        self.head = self.embedding if tied else self.weights["lm_head.weight"]
         if self.is_gemma:
             self.embedding = self.embedding * np.float64(np.float32(math.sqrt(config["hidden_size"])))
 
     def norm(self, x: F64, name: str) -> F64:
         """RMSNorm over the last axis, in Gemma with one more than the weights. x as it is if there is no such norm."""
-        if f"{name}.weight" not in self._weights:
+        if f"{name}.weight" not in self.weights:
             return x
         scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.eps)
-        weighted: F64 = x / scale * (self._weights[f"{name}.weight"] + self.is_gemma)
+        weighted: F64 = x / scale * (self.weights[f"{name}.weight"] + self.is_gemma)
         return weighted
 
     def linear(self, x: F64, name: str) -> F64:
         """x times the transposed weight, as checkpoints store it, and the bias if there is one."""
-        product: F64 = x @ self._weights[f"{name}.weight"].T
-        bias = self._weights.get(f"{name}.bias")
+        product: F64 = x @ self.weights[f"{name}.weight"].T
+        bias = self.weights.get(f"{name}.bias")
         return product if bias is None else product + bias
 
     def gated(self, x: F64, name: str) -> F64:
@@ -145,7 +149,7 @@ class Model:
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
         these."""
-        if f"{name}.gate.weight" not in self._weights:
+        if f"{name}.gate.weight" not in self.weights:
             return self.gated(x, name)
         result = np.zeros_like(x)
         for token, scores in enumerate(self.linear(x, f"{name}.gate")):
@@ -162,6 +166,12 @@ class Model:
         cos, sin = np.cos(angles), np.sin(angles)
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def rotate_pairs(self, x: F64, first: int, start: int) -> F64:
+        """``rotate`` of pairs of neighbours, those of the ``head_dim`` features from ``start`` on."""
+        before, rotated, after = np.split(x, [start, start + self.head_dim], axis=-1)
+        halves = np.concatenate([rotated[..., ::2], rotated[..., 1::2]], axis=-1)
+        return np.concatenate([before, self.rotate(halves, first), after], axis=-1)
 
     def logits(self, hidden: F64) -> F64:
         """[T, hidden] after the last layer → [T, V]."""
@@ -189,6 +199,7 @@ class Answer:
     def _begin(self, folder: str) -> None:
         """Compute all tokens so far with the weights in ``folder``."""
         model = self._model = self._models(folder)
+        self._index_keys: list[F64] = [np.zeros((0, 0))] * model.num_layers
         self._keys: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._values: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._num_computed = 0
@@ -239,16 +250,19 @@ class Answer:
             flat = model.linear(h, f"{name}.{kind}_proj")
             return model.norm(flat.reshape(num, count, model.head_dim), f"{name}.{kind}_norm")
 
-        q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)
-        q, k = model.rotate(q, first), model.rotate(k, first)
-        v = heads("v", model.num_kv_heads)
+        if model.index_top_k:
+            q, k, v = self._from_latents(layer, h, name, first)
+        else:
+            q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)
+            q, k = model.rotate(q, first), model.rotate(k, first)
+            v = heads("v", model.num_kv_heads)
         self._keys[layer].append(self._kept(k))
         self._values[layer].append(self._kept(v))
         keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
         self._keys[layer], self._values[layer] = [keys], [values]
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
-        grouped = q.reshape(num, model.num_kv_heads, -1, model.head_dim).transpose(1, 2, 0, 3)
-        queries = grouped.reshape(model.num_kv_heads, -1, model.head_dim)
+        grouped = q.reshape(num, model.num_kv_heads, -1, q.shape[-1]).transpose(1, 2, 0, 3)
+        queries = grouped.reshape(model.num_kv_heads, -1, q.shape[-1])
         scores = queries @ keys.transpose(1, 2, 0) * model.score_scale
         if model.score_cap:
             scores = np.tanh(scores / model.score_cap) * model.score_cap
@@ -257,10 +271,48 @@ class Answer:
             ago = np.arange(first, first + num)[:, None] - np.arange(len(keys))
             by_query = scores.reshape(-1, num, len(keys))
             by_query += np.where((ago < 0) | (ago >= window), -np.inf, 0.0)
+        if model.index_top_k:
+            scores.reshape(-1, num, len(keys))[:, ~self._selected] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(grouped.shape).transpose(2, 0, 1, 3)
-        return out.reshape(num, model.num_heads, model.head_dim)
+        out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(*grouped.shape[:3], -1).transpose(2, 0, 1, 3)
+        return out.reshape(num, model.num_heads, -1)
+
+    def _from_latents(self, layer: int, h: F64, name: str, first: int) -> tuple[F64, F64, F64]:
+        """Queries, keys and values of latent attention. If the layer has an indexer, it selects the tokens."""
+        model, num = self._model, len(h)
+        start = model.latent_size
+        latent = model.norm(model.linear(h, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
+        q = model.linear(latent, f"{name}.q_b_proj").reshape(num, model.num_heads, -1)
+        q = model.rotate_pairs(q, first, q.shape[-1] - model.head_dim)
+        row = model.rotate_pairs(model.linear(h, f"{name}.kv_a_proj_with_mqa")[:, None], first, start)
+        plain = model.norm(row[:, 0, :start], f"{name}.kv_a_layernorm")
+        both = model.linear(plain, f"{name}.kv_b_proj").reshape(num, model.num_heads, -1)
+        nope_dim = q.shape[-1] - model.head_dim
+        rotated = row[..., start:].repeat(model.num_heads, axis=1)
+        if f"{name}.indexer.wk.weight" in model.weights:
+            self._select(layer, h, latent, f"{name}.indexer", first)
+        return q, np.concatenate([both[..., :nope_dim], rotated], axis=-1), both[..., nope_dim:]
+
+    def _select(self, layer: int, h: F64, latent: F64, name: str, first: int) -> None:
+        """Which of all tokens each of h [T, hidden] attends to: the best, of equal ones the first."""
+        model, num = self._model, len(h)
+        key = model.linear(h, f"{name}.wk")
+        key = (key - key.mean(-1, keepdims=True)) / np.sqrt(key.var(-1, keepdims=True) + 1e-6)
+        key = key * model.weights[f"{name}.k_norm.weight"] + model.weights[f"{name}.k_norm.bias"]
+        key = model.rotate_pairs(key[:, None], first, 0)[:, 0]
+        keys = self._index_keys[layer] = np.concatenate([self._index_keys[layer].reshape(-1, key.shape[1]), key])
+        q = model.rotate_pairs(model.linear(latent, f"{name}.wq_b").reshape(num, -1, key.shape[1]), first, 0)
+        share = model.linear(h, f"{name}.weights_proj") * (q.shape[1] * q.shape[2]) ** -0.5
+        scores = np.einsum("ths,th->ts", np.maximum(q @ keys.T, 0), share)
+        scores[np.arange(first, first + num)[:, None] < np.arange(len(keys))] = -np.inf
+        order = np.argsort(-scores, axis=-1, kind="stable")[:, : model.index_top_k]
+        self._selected = np.zeros(scores.shape, dtype=bool)
+        np.put_along_axis(self._selected, order, True, -1)
+        if len(keys) > model.index_top_k:
+            last = np.take_along_axis(scores, order[:, -1:], -1)
+            gaps = abs(scores - np.where(np.isinf(last), 0, last))
+            self.num_near_ties += int(((gaps > 0) & (gaps < TOLERANCE) & ~np.isinf(last)).sum())
 
     def _kept(self, x: F64) -> F64:
         """Keys or values x [T, heads, head_dim] as they are kept: in FP8 numbers of three bits after the first,

@@ -25,7 +25,7 @@ from fenceline_proof.everything import EVERYTHING
 from fenceline_proof.flashinfer_library import FLASHINFER, PLANNED
 from fenceline_proof.grammars import GRAMMARS
 from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, tier_flags
-from fenceline_proof.launched_attention import LAUNCHED
+from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.script import GRAPH_CONTEXT, PIECES, Arrival, Flags, Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import SPECULATIVE_WORKLOADS, chains_of_models, trees_under_windows
 from fenceline_proof.tiny_model import VOCAB_SIZE
@@ -230,6 +230,17 @@ def _experts(random: Random) -> Scenario:
     return replace(scenario, flags={**scenario.flags, "model": "experts"})
 
 
+def _sparse(random: Random) -> Scenario:
+    """F20: layers that attend to the tokens which an indexer selects, and layers that share its selection; more than it
+    selects come back from the host, in pieces of graphs or whole. Some runs verify drafts."""
+    kinds = *_OF_ATTENTION, *(workload.make for workload in HICACHE_WORKLOADS if workload.name == "conversations")
+    scenario = random.choice(kinds)(random)
+    plain: Flags = {"model": "sparse", "attention_backend": REFERENCE}
+    drafts = chains_of_models(random) if random.random() < 0.3 else {}
+    between = PIECES if random.random() < 0.4 else {}
+    return replace(scenario, flags={**scenario.flags, **drafts, **between, **plain})
+
+
 def _windows(random: Random) -> Scenario:
     """Layers that read what lies in their window and layers that read all, by three kinds of attention, some of them
     between the pieces of a graph; in half of the runs drafts are verified, of a model whose layers are as the target's,
@@ -311,6 +322,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
+        Workload("sparse", "F20: layers that attend to selected tokens", _sparse, share=3),
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
         Workload(RANKS, "F19: the engine on two ranks, with prefixes on the host", _no_script),

@@ -615,7 +615,7 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
 def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
     if model.latent is None:
         return
-    if device != "cpu":
+    if device == "cuda":
         raise ConfigError(
             f"{model.model_path}: {model.architecture} has latent attention, for which there are no GPU kernels yet;"
             " use --device cpu"

@@ -2,8 +2,8 @@
 
 The indexer keeps a key for each token, as a row of the layer's pages beside the latent, so whatever moves a page moves
 both. Its heads score the tokens that a query sees, and the best are selected; where a query sees no more than are to be
-selected, it attends to all of them, and the result is that of latent attention to the bit. This depends on the query's
-own position alone. Layers without an indexer (GLM-5) attend to the tokens that the last layer with one has selected.
+selected, it attends to all of them. This depends on the query's own position alone. Layers without an indexer (GLM-5)
+attend to the tokens that the last layer with one has selected.
 
 The published code rotates queries and keys by a Hadamard matrix, which changes no product, and rounds them to FP8.
 Here both stay in the model's type.

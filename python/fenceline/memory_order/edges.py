@@ -312,6 +312,15 @@ IN_FLIGHT = _guard(
     "F13",
 )
 WHOLE_PAGE = _guard("whole_page", "a page's layers, the target's and the draft's: every copy moves all of them", "F14")
+WHOLE_ROWS = _guard(
+    "whole_rows", "the rows of a layer, an indexer's keys beside the latents: every copy moves all of them", "F20"
+)
+STEP_SELECTION = _guard(
+    "step_selection", "the tokens that an indexer has selected: layers without one use the selection of the same step"
+)
+TIE_ORDER = _guard(
+    "tie_order", "the selection among equal scores: the first tokens, however a sequence was cut and batched"
+)
 KEPT_HIDDEN = _guard(
     "kept_hidden",
     "the target's hidden states from which the draft computes its rows: kept in each step for that step",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fenceline.config.kv_layout import INDEX, KVLayout
 from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import (
     ARENA_PAD,
@@ -28,10 +29,13 @@ from fenceline.memory_order.edges import (
     PLAN_SOURCE,
     RETIRED_AFTER,
     SINK,
+    STEP_SELECTION,
     STEP_SLOTS,
+    TIE_ORDER,
     TOTAL_BUCKETS,
     TREE_SLOTS,
     WHOLE_PAGE,
+    WHOLE_ROWS,
     Guard,
 )
 from fenceline.memory_order.lease import Ids, LeasePool
@@ -68,6 +72,12 @@ def page_layers(device: Device, num_layers: int, num_target_layers: int) -> int:
     """Guard ``whole_page``: how many layers of a page a load copies, counted from the first. These are all
     ``num_layers``, the draft's included. Severed, only the target's."""
     return num_layers if device.keeps(WHOLE_PAGE) else num_target_layers
+
+
+def loaded_parts(device: Device, layout: KVLayout, parts: range) -> Sequence[int]:
+    """Guard ``whole_rows``: which ``parts`` of a page a load copies: all. Severed, indexers' rows are left out, as if
+    they were in a buffer beside the pages."""
+    return parts if device.keeps(WHOLE_ROWS) else [part for part in parts if layout.parts[part].row.name != INDEX]
 
 
 def page_leases(device: Device, size: int) -> LeasePool:
@@ -198,6 +208,26 @@ class Selecting:
 
     best: Best = first_of_best
     hand_on: Callable[[int, Any], Any] = _itself
+
+
+def selecting(device: Device) -> Selecting:
+    """Guard ``tie_order``: of equal scores the first tokens are selected. Severed, the last. Guard ``step_selection``:
+    a selection is handed on as it was made. Severed, the one that its layer made the last time is."""
+    best = first_of_best if device.keeps(TIE_ORDER) else _last_of_best
+    return Selecting(best, _itself if device.keeps(STEP_SELECTION) else _Delayed())
+
+
+def _last_of_best(scores: torch.Tensor, num: int) -> torch.Tensor:
+    return first_of_best(scores.flip(-1), num).flip(-1)
+
+
+class _Delayed:
+    def __init__(self) -> None:
+        self._last: dict[int, Any] = {}
+
+    def __call__(self, layer: int, made: Any) -> Any:
+        before, self._last[layer] = self._last.get(layer, made), made
+        return before
 
 
 # --- weights -----------------------------------------------------------------------------------------

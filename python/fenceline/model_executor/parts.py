@@ -22,7 +22,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hi
 from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.storage.controller import Storage, make_storage
-from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases
+from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases, selecting
 from fenceline.model_executor.step_accesses import StepAccesses
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
@@ -117,6 +117,7 @@ def _load_models(
     with phase("Prepared kernels", "preparing kernels; the first start compiles them"):
         fixed_order = args.enable_deterministic_inference
         context = make_layer_context(place, shard, getattr(torch, model.dtype), fixed_order)
+        context = replace(context, selecting=selecting(device))
     if args.kv_cache_dtype == "fp8_e4m3":
         context = replace(context, kv_dtype=fp8_kv_dtype(place))
     if device.kind == "cuda" and args.load_format != "dummy":

@@ -20,7 +20,7 @@ from fenceline.config.kv_layout import KVRow
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.memory_order import Device, Stream
+from fenceline.memory_order import Device, Stream, loaded_parts
 from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.kernel import KernelAccesses, declare_kernel, is_watched
 
@@ -94,7 +94,10 @@ class RunCopier(PageCopier):
         self._submit(stream, device_pages, host_pages, layers, to_host=False)
 
     def _submit(self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range, to_host: bool) -> None:
-        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
+        layout = self._kv_pool.layout
+        every = layout.parts_of(layers)
+        parts = every if to_host else loaded_parts(self._device, layout, every)
+        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, parts):
             if to_host:
                 stream.copy(host_bytes, device_bytes)
             else:
@@ -107,12 +110,12 @@ class RunCopier(PageCopier):
             raise ValueError(f"{len(device_pages)} device pages but {len(host_pages)} host pages: they go in pairs")
 
     def _pieces(
-        self, device_pages: Pages, host_pages: Pages, layers: range
+        self, device_pages: Pages, host_pages: Pages, parts: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) views uint8 [n, nbytes of a part] that make up the copy."""
         self._check(device_pages, host_pages)
         runs = [one for run in runs_of(device_pages, host_pages) for one in self._cut(run)]
-        for part in self._kv_pool.layout.parts_of(layers):
+        for part in parts:
             device_part, host_part = self._parts[part], self._host_pool.parts[part]
             for device_page, host_page, num_pages in runs:
                 yield (device_part[device_page : device_page + num_pages], host_part[host_page : host_page + num_pages])
