@@ -78,9 +78,17 @@ class _Declared:
         self.read_rows(cache, _token_slots, page_table, rows, lengths, page_size, but_last, window, queries)
 
     def read_rows(self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any) -> None:
-        values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
-        self.reads.accesses.append(self._access(tensor, None)._replace(rows=partial(rows, *values)))
+        self.reads.accesses.append(self._computed(tensor, rows, operands))
         self.reads.tensors.add(id(tensor))
+
+    def write_rows(self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any) -> None:
+        self.writes.append(self._computed(tensor, rows, operands))
+
+    def _computed(
+        self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], operands: tuple[Any, ...]
+    ) -> Access:
+        values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
+        return self._access(tensor, None)._replace(rows=partial(rows, *values))
 
     def wait(self) -> None:
         assert self.ahead is None and not self.writes, "it waits once, before it writes"

@@ -109,6 +109,9 @@ class Touched:
     def read_rows(self, tensor: torch.Tensor, rows: Callable[..., Any], *operands: Any) -> None:
         self._mark(self.read_there, tensor, rows(*operands))
 
+    def write_rows(self, tensor: torch.Tensor, rows: Callable[..., Any], *operands: Any) -> None:
+        self._mark(self.written_there, tensor, rows(*operands))
+
     def wait(self) -> None:
         assert not self.waits, "it waits once"
         self.waits = True

@@ -519,9 +519,9 @@ class ServerArgs:
     memory_check: str = _runtime(
         "off",
         "How memory is watched: order keeps vector clocks of host and streams and refuses a step that would access "
-        "memory in no order with an earlier one, naming both and the missing edge.",
-        choices=("off", "order"),
-        refused={"full": "use --memory-check order"},
+        "memory in no order with an earlier one, naming both and the missing edge; full lets the device compare tags "
+        "of the KV pages in every step, naming request, page, step and last writer. See docs/use/debugging.md.",
+        choices=("off", "order", "full"),
     )
 
     # API behaviour

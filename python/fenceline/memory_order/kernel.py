@@ -64,6 +64,9 @@ class KernelAccesses(Protocol):
         """The kernel reads ``rows(*operands)`` of ``tensor``, in that order: numbers computed from what the operands
         hold when it runs, which are then CPU tensors. What it reads of the operands is declared separately."""
 
+    def write_rows(self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any) -> None:
+        """The kernel writes ``rows(*operands)`` of ``tensor``, see :meth:`read_rows`."""
+
     def wait(self) -> None:
         """The kernel waits until all preceding kernels have ended and their writes are visible."""
 

@@ -33,7 +33,7 @@ class LeasePool:
         self.name = name
         self.size = size
         self.reserved = reserved
-        self.observer: Callable[[Ids, Points], None] | None = None  # called for each retirement
+        self.observers: tuple[Callable[[Ids, Points], None], ...] = ()  # called for each retirement
         self._leased = np.zeros(size, dtype=np.bool_)
         self._order = np.arange(size, dtype=np.int32)
         self._place = np.zeros(size, dtype=np.int32)  # each id's index in the retirement that named it last
@@ -82,13 +82,17 @@ class LeasePool:
             return
         self._check(ids)
         self._leased[ids] = False
-        if self.observer is not None:
-            self.observer(ids, after)
+        for observer in self.observers:
+            observer(ids, after)
         if after.passed:
             self._push_ready(ids)
         else:
             self._pending.append((ids.astype(np.int32, copy=True), after))
             self._num_pending += len(ids)
+
+    def are_leased(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of ``ids`` [N] have an owner."""
+        return self._leased[ids]
 
     def owned(self) -> Ids:
         """All leased ids in ascending order, for audits."""

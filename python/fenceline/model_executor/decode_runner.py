@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardBatch, ForwardMode, GraphDecodeInputs
+from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order import Arena, ArenaField, ArenaOutputs, Graph, GraphPool, Role, comparison
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.memory_order.kernel import declared
@@ -143,6 +144,7 @@ class DecodeRunner(GraphRunner):
         self._attention = parts.attention.decode
         self._debug = config.server_args.debug_cuda_graph
         self._rank_sampler = parts.rank_sampler
+        self._page_tags = parts.page_tags
         masks = parts.masks if parts.rank_sampler is None else None
         self._masks = None if masks is None else masks.table
         self._same = comparison(device, SAME_COMPOSITION)
@@ -274,6 +276,12 @@ class DecodeRunner(GraphRunner):
             self._out_slots[:size],
             self._input_ids[:size],
         )
+        self._visit_pages(size, When.BEFORE)
+
+    def _visit_pages(self, size: int, when: When) -> None:
+        """``--memory-check full``: compare the tags of the pages of the first ``size`` requests."""
+        if self._page_tags is not None:
+            self._page_tags.visit(Visited(self._rows[:size], self._positions[:size], self._seq_lens[:size]), when)
 
     def _forward(self, size: int, attn: AttentionPlan, logits_out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [size, vocab_size] in the model's dtype, this rank's columns, after ``_derive_inputs(size)``."""
@@ -287,7 +295,9 @@ class DecodeRunner(GraphRunner):
             kv_pool=self._kv_pool,
             logits_out=logits_out,
         )
-        return self._model.own_logits(self._model.hidden_states(batch), batch)
+        logits = self._model.own_logits(self._model.hidden_states(batch), batch)
+        self._visit_pages(size, When.AFTER)
+        return logits
 
     def _draw(self, size: int, logits: torch.Tensor) -> None:
         """Draw next tokens, considering temperatures only, store them as the rows' last tokens, and count the step.

@@ -17,6 +17,7 @@ import torch
 
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController
+from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.decode_runner import Arrays, Logits, Views
 from fenceline.model_executor.drafts import Extended
@@ -52,6 +53,8 @@ class ExtendRunner:
             divided = self._hicache.divided(batch.loads)
             if len(divided):
                 arrays["divided_pages"] = divided.astype(np.int64)
+        if self._parts.page_tags is not None:
+            arrays["starts"] = batch.starts
         return arrays if self._speculative is None else arrays | self._speculative.draft.prefill_arrays(batch)
 
     def forward(self, batch: StepBatch, views: Views) -> Logits:
@@ -60,6 +63,8 @@ class ExtendRunner:
         speculative = self._speculative
         attention = _extend_attention(batch, views, self._parts.req_pool.page_table)
         self._begin_penalties(batch, views)
+        if not batch.loads:
+            self._visit_pages(views, When.BEFORE)
         forward_batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=views["input_ids"],
@@ -68,12 +73,13 @@ class ExtendRunner:
             logits_index=views["logits_index"],
             attn=self._parts.attention.prefill.plan(attention),
             kv_pool=self._parts.kv_pool,
-            layer_ready=self._layer_ready(batch, views.get("divided_pages")) if batch.loads else None,
+            layer_ready=self._layer_ready(batch, views) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
         )
         layers = self.graphs or self._parts.model
         x = layers.hidden_states(forward_batch)
         values = self._parts.model.own_logits(x, forward_batch)
+        self._visit_pages(views, When.AFTER)
         extended = None
         if speculative is not None:
             of_draft = self._parts.draft_attention.prefill
@@ -100,15 +106,33 @@ class ExtendRunner:
             extended=extended,
         )
 
-    def _layer_ready(self, batch: StepBatch, divided: torch.Tensor | None) -> Callable[[int], None]:
+    def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:
+        """``--memory-check full``: compare the tags of the pages of the step's requests."""
+        if self._parts.page_tags is not None:
+            visited = Visited(views["rows"], views["starts"], views["seq_lens"])
+            self._parts.page_tags.visit(visited, when, layer)
+
+    def _layer_ready(self, batch: StepBatch, views: Views) -> Callable[[int], None]:
         """The function ``f(layer)`` that makes FORWARD wait for that layer of ``batch.loads``, and get the other ranks'
-        shares of the pages ``divided``. After the last one it declares the step's accesses, since these are of whole
-        pages (all layers)."""
+        shares of the divided pages. After the last one it declares the step's accesses, since these are of whole pages
+        (all layers)."""
         assert self._hicache is not None, "without a host tier nothing is loaded"
         declare = partial(
             self._parts.device.declare, StreamName.FORWARD, EXTEND_STEP, self._parts.accesses.extend, batch
         )
-        return self._hicache.layer_ready(batch.loads, self._parts.model.num_layers, declare, divided)
+        num_layers = self._parts.model.num_layers
+        ready = self._hicache.layer_ready(batch.loads, num_layers, declare, views.get("divided_pages"))
+        if self._parts.page_tags is None:
+            return ready
+
+        def ready_and_right(layer: int) -> None:
+            ready(layer)
+            if layer < num_layers - 1:
+                self._visit_pages(views, When.LAYER, layer)
+            else:  # all layers of the pages have been loaded, so the step may tag those that it writes
+                self._visit_pages(views, When.BEFORE)
+
+        return ready_and_right
 
     def _begin_penalties(self, batch: StepBatch, views: Views) -> None:
         for index, (row, chunk) in enumerate(zip(batch.rows.tolist(), batch.chunks, strict=True)):

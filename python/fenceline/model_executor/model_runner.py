@@ -102,6 +102,9 @@ class ModelRunner:
         self.step_costs = self._measure_steps(config)
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
+        if parts.page_tags is not None:
+            with device.forward.active():
+                parts.page_tags.begin_serving()
 
     def _way(
         self,
@@ -237,6 +240,8 @@ class ModelRunner:
                 self.device.declare(StreamName.FORWARD, way.name, way.accesses, batch)
             if "page_rows" in views:
                 self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
+            if self.parts.page_tags is not None:
+                self.parts.page_tags.begin_step(views)
             logits = way.runner.forward(batch, views)
             result: ForwardResult | HeldStep
             if len(batch.constrained):
@@ -254,6 +259,8 @@ class ModelRunner:
         needs no new inputs."""
         if len(writes):
             arrays |= {"page_rows": writes.rows, "page_columns": writes.columns, "page_ids": writes.pages}
+        if self.parts.page_tags is not None:
+            arrays |= self.parts.page_tags.arrays(writes.pages)
         return self._inputs.upload(arrays) if arrays else {}
 
     def _held(self, constrained: I64, logits: Logits, alone: HiCacheController | None, masks: MaskTable) -> HeldStep:
@@ -281,8 +288,7 @@ class ModelRunner:
                 result = self._sample(logits, uploaded)
             else:
                 # The next forward is submitted after this, and the GPU waits for it: so as few calls as possible.
-                tokens = {"next_tokens": logits.under_masks.replay()}
-                result = ForwardResult(self._results.download(tokens, small_by_forward=True))
+                result = self._result({"next_tokens": logits.under_masks.replay()}, small_by_forward=True)
             masks.drawn(result.done)
         if alone is not None:
             alone.after_persistent_forward(result.done)
@@ -313,8 +319,17 @@ class ModelRunner:
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
         communicator = self.model.context.shard.communicator
-        check = None if communicator is None else communicator.check
-        return ForwardResult(self._results.download(results), check)
+        return self._result(results, None if communicator is None else communicator.check)
+
+    def _result(
+        self, results: Views, check: Callable[[], None] | None = None, small_by_forward: bool = False
+    ) -> ForwardResult:
+        """Start copying ``results`` to the host, with what ``--memory-check full`` has found until now."""
+        tags = self.parts.page_tags
+        if tags is not None:
+            results = results | {"findings": tags.findings}
+        lease = self._results.download(results, small_by_forward)
+        return ForwardResult(lease, check, None if tags is None else tags.read)
 
 
 def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:

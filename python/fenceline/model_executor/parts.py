@@ -21,6 +21,7 @@ from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.page_tags import PageTags
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases, selecting
 from fenceline.model_executor.step_accesses import StepAccesses
@@ -59,7 +60,7 @@ class Parts:
     deepest decode steps. ``sampler`` draws tokens; ``rank_sampler`` is the same if several ranks draw together, else
     None. ``masks``: None if grammars are refused. ``accesses`` declares how a step uses the memory of ``req_pool`` and
     ``kv_pool``. ``draft_attention``: that of the draft's layers, the same as ``attention`` where the heads are alike
-    and no flag wants another, or if there is no draft."""
+    and no flag wants another, or if there is no draft. ``page_tags``: None without ``--memory-check full``."""
 
     config: EngineConfig
     device: Device
@@ -75,6 +76,7 @@ class Parts:
     accesses: StepAccesses
     attention: AttentionBackends
     draft_attention: AttentionBackends
+    page_tags: PageTags | None
 
 
 def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progress: bool) -> Parts:
@@ -104,9 +106,11 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     with phase("Prepared attention", "preparing attention; the first start compiles kernels"):
         attention, draft_attention = _prepare_attention(config, device, model, draft, kv_pool)
     accesses = StepAccesses(kv_pool, req_pool)
+    is_full = config.server_args.memory_check == "full"
+    page_tags = PageTags(device, kv_pool, req_pool, pages) if is_full else None
     return Parts(
         config, device, model, draft, largest, sampler, rank_sampler, masks,
-        req_pool, kv_pool, pages, accesses, attention, draft_attention,
+        req_pool, kv_pool, pages, accesses, attention, draft_attention, page_tags,
     )  # fmt: skip
 
 
@@ -169,8 +173,10 @@ def open_tiers(parts: Parts) -> tuple[HiCacheController | None, Storage | None]:
     with phase("Allocated the host tier", "allocating the host tier"):
         with device.forward.active():  # before any rank takes its part
             room = shard.smallest(available_host_bytes() // config.num_sharing)
-        pages = parts.accesses.pages
-        hicache = make_hicache_controller(config, device, parts.kv_pool, pages, room, shard.communicator)
+        pages, communicator = parts.accesses.pages, shard.communicator
+        hicache = make_hicache_controller(
+            config, device, parts.kv_pool, pages, room, communicator, parts.page_tags
+        )
     if config.hicache.storage is not None:
         with phase("Opened the storage", "opening the storage"):
             storage = make_storage(device, hicache.host_pool, config, rank=shard.rank)

@@ -35,6 +35,7 @@ from fenceline.config.draft_config import StepShape
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, AuxHiddenStates, QueryTree, VerifyInputs
 from fenceline.layers.kernels.speculative_operands import SINK_LEN, BeginOutputs
+from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order import (
     Arena,
     ArenaField,
@@ -87,6 +88,7 @@ class SpeculativeRunner(GraphRunner):
         self._model = model
         self._rank_sampler = parts.rank_sampler
         self._req_pool = parts.req_pool
+        self._page_tags = parts.page_tags
         self._shapes, largest, topk = config.shapes, parts.largest, config.topk
         self._aux_layers = config.draft.aux_layers
         num_heads = model.context.shard.divide(model.config.num_heads, "attention heads")
@@ -318,6 +320,14 @@ class SpeculativeRunner(GraphRunner):
             shape.depth,
             outputs,
         )
+        self._visit_pages(size, When.BEFORE)
+
+    def _visit_pages(self, size: int, when: When) -> None:
+        """``--memory-check full``: compare the tags of the pages of the first ``size`` requests. The last token has no
+        KV yet when a step begins."""
+        if self._page_tags is not None:
+            rows, lens, seq_lens = (self.arena[name][:size] for name in ("plan_rows", "lens", "seq_lens"))
+            self._page_tags.visit(Visited(rows, lens, seq_lens, back=1), when)
 
     def _verify_and_draw(self, plans: StepPlans) -> None:
         """The first part of a captured step: draft, verify, and draw. The draw applies a temperature only. If a request
@@ -361,6 +371,7 @@ class SpeculativeRunner(GraphRunner):
     def _accept(self, plans: StepPlans) -> None:
         """The second part of a step: accept and draft-extend."""
         self._proposals[plans.shape.depth].accept(plans)
+        self._visit_pages(plans.size, When.AFTER)
 
     def make_aux(self, num_tokens: int) -> AuxHiddenStates | None:
         """Memory for the hidden states of the target's ``aux_layers`` in a prefill step of ``num_tokens`` tokens. None

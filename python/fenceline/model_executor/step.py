@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.hicache import Transfers
 from fenceline.mem_cache.kv_pool import ReqPool
+from fenceline.mem_cache.page_tags import PageFinding
 from fenceline.mem_cache.storage.controller import Ack, Storage
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, LeasePool, Point, Points, ResultLease
@@ -220,13 +221,15 @@ class StepOutput:
     """Host values of a step. ``tokens`` [N]: the new tokens of the S requests that sampled, request by request in batch
     order. ``counts`` [S]: the number of tokens of each request, at least one; None if each has one. ``logprobs`` are
     those of ``tokens``; ``prompt_logprobs`` those of all wanted prompt positions, in batch order. ``bad_drafts`` [S]: 1
-    for a request whose draft was unusable, because logits were not finite or ids were no tokens."""
+    for a request whose draft was unusable, because logits were not finite or ids were no tokens. ``findings``: what
+    ``--memory-check full`` has found, in this step."""
 
     tokens: I64
     logprobs: LogprobValues | None
     prompt_logprobs: LogprobValues | None
     counts: I64 | None = None
     bad_drafts: I64 | None = None
+    findings: tuple[PageFinding, ...] = ()
 
     def token_counts(self, num_reqs: int) -> list[int]:
         """``counts`` as a list; ``num_reqs``: how many requests sampled."""
@@ -238,10 +241,17 @@ class StepOutput:
 class ForwardResult:
     """``done`` is the Point on FORWARD after which the step no longer touches any memory it was given."""
 
-    def __init__(self, lease: ResultLease, check: Callable[[], None] | None = None) -> None:
-        """``check`` is called when the outputs have arrived; it raises if they are not valid results."""
+    def __init__(
+        self,
+        lease: ResultLease,
+        check: Callable[[], None] | None = None,
+        read_findings: Callable[[I32], tuple[PageFinding, ...]] | None = None,
+    ) -> None:
+        """``check`` is called when the outputs have arrived; it raises if they are not valid results.
+        ``read_findings``: see ``PageTags.read``; None if the results have none."""
         self._lease = lease
         self._check = check
+        self._read_findings = read_findings
         self.done: Point = lease.produced
 
     def arrived(self) -> bool:
@@ -261,7 +271,10 @@ class ForwardResult:
             bad_drafts = np.asarray(values["num_bad"], dtype=np.int64)
             kept = (np.arange(tokens.shape[1]) < counts[:, None]).ravel()
             tokens, logprobs = tokens.ravel()[kept], None if logprobs is None else logprobs.rows(kept)
-        return StepOutput(tokens, logprobs, _logprobs(values, "prompt"), counts, bad_drafts)
+        findings: tuple[PageFinding, ...] = ()
+        if self._read_findings is not None:
+            findings = self._read_findings(np.asarray(values["findings"], dtype=np.int32))
+        return StepOutput(tokens, logprobs, _logprobs(values, "prompt"), counts, bad_drafts, findings)
 
 
 class HeldStep:

@@ -128,7 +128,7 @@ class FlightRecorder:
         self._num_bytes = 0
         self._was_cut = False
         if self.enabled:
-            memory.pages.observer = self._retired
+            memory.pages.observers += (self._retired,)
 
     @property
     def enabled(self) -> bool:

@@ -31,7 +31,8 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.memory_order import Points, tokens_in_flight, tree_slots
+from fenceline.mem_cache.page_tags import PageFinding
+from fenceline.memory_order import OrderError, Points, tokens_in_flight, tree_slots
 from fenceline.model_executor.step import StepBatch, Worker
 from fenceline.scheduler.admission import Holdings
 from fenceline.scheduler.control import SchedulerControl
@@ -325,11 +326,22 @@ class Scheduler:
         assert flight.number == self.num_published <= self.num_launched, "each step is published once, in order"
         out = flight.forward_result.wait()
         self.recorder.published(out)
+        if out.findings:
+            raise self.page_error(flight, out.findings[0])
         if self.ranks is not None:
             self.ranks.decisions.published(out)
         self.publisher.publish(flight, out)
         if self.stats.report_is_due():
             self.control.report()
+
+    def page_error(self, flight: InFlight, finding: PageFinding) -> OrderError:
+        """The report of what ``--memory-check full`` has found in ``flight``."""
+        rids = {row: req.rid for row, req in zip(flight.batch.rows.tolist(), flight.reqs, strict=True)}
+        request = rids[finding.row]
+        owners = [req.rid for req in self.reqs.values() if req.rid != request and finding.page in req.pages]
+        if not owners and finding.page in self.memory.tree.all_pages():
+            owners = ["the prefix tree"]
+        return finding.error(request, " and ".join(owners))
 
     def check_memory(self) -> None:
         """Check, once each time the engine becomes idle, that every page and row is accounted for."""

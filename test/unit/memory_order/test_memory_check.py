@@ -12,8 +12,6 @@ from ring_transfers import ring_transfers
 from scheduler_driver import Driver, answers, make_model_driver, request
 from tiny_model import tiny_driver, tiny_requests
 
-from fenceline.config import ConfigError
-from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Device, InputRing, OrderChecker, OrderError, ResultRing, open_device
 from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.edges import GROWTH_STOP, HOST_AFTER_FORWARD, RING_EDGES, Hazard, StreamName
@@ -279,8 +277,3 @@ def test_pages_that_a_row_no_longer_reads_were_read_all_the_same() -> None:
         checker.write(checker.begin(LOAD, "load"), pages, np.array([4]))
     with pytest.raises(OrderError, match=r"WAR on pages page 1\n  1. short reads it"):
         checker.write(checker.begin(LOAD, "load"), pages, np.array([1]))
-
-
-def test_full_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match="--memory-check full: not available, use --memory-check order"):
-        ServerArgs.from_kwargs({"memory_check": "full"})

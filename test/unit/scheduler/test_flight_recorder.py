@@ -235,7 +235,7 @@ def test_off_records_nothing() -> None:
     driver.run()
     steps, events = driver.scheduler.recorder.snapshot()
     assert (list(steps), events) == ([], [])
-    assert driver.worker.pages.observer is None
+    assert not driver.worker.pages.observers
     assert ControlReply(id="ask", success=False, message=OFF) in driver.replies
 
 

@@ -26,6 +26,7 @@ from fenceline.config.kv_layout import KVLayout
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.page_tags import PageTags, TransferTags
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Communicator, Device, LeasePool, Point, Points, Stream, page_layers
 from fenceline.memory_order.access import Accesses, Memory, occupies_sm
@@ -76,16 +77,19 @@ class HiCacheController:
         pages: Memory | None = None,
         num_target_layers: int | None = None,
         ranks: Communicator | None = None,
+        tags: TransferTags | None = None,
     ) -> None:
         """``pages``: the Memory of the device's pages that steps declare, which stands for all layers together. Loads
         also declare each layer separately, because a step may read some layers while others are still being loaded.
         ``num_target_layers``: layers of the target, which come before the draft's; None if there is no draft.
-        ``ranks``: those among which the rows are divided that all of them have; None: a rank alone has all."""
+        ``ranks``: those among which the rows are divided that all of them have; None: a rank alone has all. ``tags``:
+        None without ``--memory-check full``."""
         self.host_pool = host_pool
         self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
         self._device = device
         self._copier = copier
+        self._tags = tags
         of_target = kv_pool.num_layers if num_target_layers is None else num_target_layers
         self._num_layers = kv_pool.num_layers
         self._num_loaded = page_layers(device, kv_pool.num_layers, of_target)
@@ -119,9 +123,14 @@ class HiCacheController:
         if self._copier.uses_sm and self._last_persistent is not None:
             stream.wait(self._last_persistent, SM_EXCLUSIVE)  # exclusive: persistent attention holds the SMs
         self._device.declare(StreamName.STORE, "backup of KV pages", self._store_accesses, device_pages, host_pages)
-        begin = stream.record()
+        tags, begin = self._tags, stream.record()
+        moved = None if tags is None else tags.begin(stream, device_pages, host_pages, is_load=False)
         self._copier.to_host(stream, device_pages, host_pages)
+        if tags is not None and moved is not None:
+            tags.stored(stream, moved)
         end = self._last_store = stream.record()
+        if tags is not None and moved is not None:
+            tags.end(moved, end)
         ticket.submit(Points.of(end))
         self._submitted(ticket, device_pages, begin, end, time.perf_counter() - begin_s)
 
@@ -132,8 +141,10 @@ class HiCacheController:
         if _is_empty(ticket, device_pages, host_pages):
             return
         stream, begin_s = self._device.load, time.perf_counter()
-        wait_for_pages(stream, after)
+        tags = self._tags
+        wait_for_pages(stream, after if tags is None else after.join(tags.retired_until))
         begin = stream.record()
+        moved = None if tags is None else tags.begin(stream, device_pages, host_pages, is_load=True)
         layer_points: list[Point] = []
         for first in range(0, self._num_loaded, LAYERS_PER_POINT):
             layers = range(first, min(first + LAYERS_PER_POINT, self._num_loaded))
@@ -141,8 +152,13 @@ class HiCacheController:
                 StreamName.LOAD, "load of KV pages", self._load_accesses, layers, device_pages, host_pages
             )
             self._copier.to_device(stream, host_pages, device_pages, layers)
+            if tags is not None and moved is not None:
+                for layer in layers:
+                    tags.loaded(stream, moved, ticket.id, layer)
             layer_points += [stream.record()] * len(layers)
         layer_points += layer_points[-1:] * (self._num_layers - self._num_loaded)
+        if tags is not None and moved is not None:
+            tags.end(moved, layer_points[-1])
         ticket.submit(Points.of(layer_points[-1]), tuple(layer_points))
         self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s)
 
@@ -293,12 +309,19 @@ def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
 
 
 def make_hicache_controller(
-    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory, room: int, ranks: Communicator | None = None
+    config: EngineConfig,
+    device: Device,
+    kv_pool: KVPool,
+    pages: Memory,
+    room: int,
+    ranks: Communicator | None = None,
+    page_tags: PageTags | None = None,
 ) -> HiCacheController:
     """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it.
-    ``ranks``: see ``HiCacheController``. On a GPU the sink page is copied to the host and back, so that nothing has to
-    be compiled or loaded while a request waits; this waits for the device. Raises ``ValueError`` with the remedy if the
-    host has no room for the tier."""
+    ``ranks``: see ``HiCacheController``. ``page_tags``: the tags of the device's pages, None without ``--memory-check
+    full``. On a GPU the sink page is copied to the host and back, so that nothing has to be compiled or loaded while a
+    request waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no room for the
+    tier."""
     assert config.hicache is not None
     io_backend = config.hicache.io_backend
     if device.kind == "cuda" and io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
@@ -313,7 +336,10 @@ def make_hicache_controller(
     copier = make_page_copier(device, kv_pool, host_pool, io_backend, rank)
     if device.kind == "cuda":
         _warm_up(device, copier, kv_pool.num_layers)
-    return HiCacheController(device, kv_pool, host_pool, copier, pages, config.model.num_layers, ranks)
+    tags = None if page_tags is None else TransferTags(device, page_tags, kv_pool, host_pool, rank)
+    if tags is not None and device.kind == "cuda":
+        tags.warm_up()
+    return HiCacheController(device, kv_pool, host_pool, copier, pages, config.model.num_layers, ranks, tags)
 
 
 def num_host_pages(config: EngineConfig, kv_pool: KVPool, layout: KVLayout) -> int:

@@ -1,0 +1,217 @@
+"""The kernels of ``page_tags`` in Triton. A few programs share a row's pages; one checks a retired page's tag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 128  # pages that a program compares at once
+_PARTS = 8  # programs of a row
+_WORDS = 1024  # of a page that a program adds up at once
+Tensor = torch.Tensor
+
+
+def launch_visit(
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    page_table: Tensor,
+    expected: Tensor,
+    tags: Tensor,
+    arrived: Tensor,
+    clock: Tensor,
+    findings: Tensor,
+    back: int,
+    page_size: int,
+    when: int,
+    layer: int,
+) -> None:
+    """See ``PageTags.visit``."""
+    size = rows.shape[0]
+    if size == 0:
+        return
+    assert all(t.is_contiguous() for t in (rows, starts, ends, page_table, expected, tags, arrived, findings))
+    kernel: Any = _visit_kernel
+    kernel[(size, _PARTS)](
+        rows, starts, ends, page_table, expected, tags, arrived, clock, findings,
+        back, page_size, when, layer, page_table.shape[1], tags.shape[0], findings.shape[0] - 1,
+        NUM_LAYERS=arrived.shape[0], FIELDS=findings.shape[1], BLOCK=_BLOCK, PARTS=_PARTS, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_retire(pages: Tensor, tags: Tensor) -> None:
+    """Take the leases of ``pages`` [N] int64 from them."""
+    kernel: Any = _retire_kernel
+    kernel[(-(-pages.shape[0] // _BLOCK),)](pages, tags, pages.shape[0], BLOCK=_BLOCK, num_warps=4)
+
+
+def launch_seal(
+    pages: Tensor,
+    host_pages: Tensor,
+    leases: Tensor,
+    host: Tensor,
+    tags: Tensor,
+    arrived: Tensor,
+    words: Tensor,
+    by_bytes: bool,
+) -> None:
+    """See ``page_tags.seal_pages``. ``words`` [4, P] int64: of each part its address, its words of a page, of a byte or
+    four, those before it, and the words from one page to the next."""
+    kernel: Any = _seal_kernel
+    kernel[(pages.shape[0],)](
+        pages, host_pages, leases, host, tags, arrived, words, words.shape[1],
+        BY_BYTES=by_bytes, BLOCK=_WORDS, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_arrive(
+    pages: Tensor,
+    host_pages: Tensor,
+    leases: Tensor,
+    known: Tensor,
+    sums: Tensor,
+    host: Tensor,
+    tags: Tensor,
+    arrived: Tensor,
+    writer: int,
+    layer: int,
+    words: Tensor,
+    by_bytes: bool,
+) -> None:
+    """See ``page_tags.arrive_pages``; ``words`` as for :func:`launch_seal`."""
+    kernel: Any = _arrive_kernel
+    kernel[(pages.shape[0],)](
+        pages, host_pages, leases, known, sums, host, tags, arrived[layer], words, words.shape[1], writer,
+        IS_LAST=layer == len(arrived) - 1, BY_BYTES=by_bytes, BLOCK=_WORDS, num_warps=4,
+    )  # fmt: skip
+
+
+_NUMBERS = ["back", "page_size", "when", "layer", "max_pages", "num_pages", "max_findings"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _visit_kernel(
+    rows, starts, ends, page_table, expected, tags, arrived, clock, findings,
+    back, page_size, when, layer, max_pages, num_pages, max_findings,
+    NUM_LAYERS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    req, part = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + req)
+    if row == 0:
+        return
+    start = tl.load(starts + req) - back
+    num = tl.minimum((tl.load(ends + req) + page_size - 1) // page_size, max_pages).to(tl.int32)
+    step = tl.load(clock)
+    for first in range(part * BLOCK, num, PARTS * BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < num
+        page = tl.load(page_table + row * max_pages + columns, mask=inside, other=0)
+        want = tl.load(expected + row * max_pages + columns, mask=inside, other=0)
+        named = inside & (page > 0) & (page < num_pages)
+        tag = tags + page.to(tl.int64) * 3
+        of_page = arrived + page
+        of_layer = tl.load(of_page + layer.to(tl.int64) * num_pages, mask=named, other=0)
+        compared = named & (when != 2)  # before a layer, a load may be writing the tags
+        lease = tl.load(tag, mask=compared, other=0)
+        position = tl.load(tag + 1, mask=compared, other=0)
+        right = named & (of_layer == want)
+        right = right & ((when == 2) | ((lease == want) & ((position == columns) | (position == -1))))
+        old = inside & (columns * page_size < start)
+        checked = old
+        if when != 1:
+            checked = old | (inside & (page != 0))
+        wrong = checked & (right == 0)
+        if tl.sum(wrong.to(tl.int32), 0) > 0:
+            writer = tl.load(tag + 2, mask=compared, other=0)
+            none = tl.zeros_like(columns)
+            number = tl.atomic_add(findings + none, none + 1, mask=wrong) + 1
+            kept = wrong & (number <= max_findings)
+            out = findings + number * FIELDS
+            tl.store(out, none + when, mask=kept)
+            tl.store(out + 1, none + step, mask=kept)
+            tl.store(out + 2, none + row.to(tl.int32), mask=kept)
+            tl.store(out + 3, columns, mask=kept)
+            tl.store(out + 4, page, mask=kept)
+            tl.store(out + 5, want, mask=kept)
+            tl.store(out + 6, lease, mask=kept)
+            tl.store(out + 7, position, mask=kept)
+            tl.store(out + 8, of_layer, mask=kept)
+            tl.store(out + 9, writer, mask=kept)
+            tl.store(out + 10, none + layer, mask=kept)
+        if when == 1:
+            written = named & ((columns + 1) * page_size > start)
+            tl.store(tag, want, mask=written)
+            tl.store(tag + 1, columns, mask=written)
+            tl.store(tag + 2, tl.zeros_like(columns) + step, mask=written)
+            for _ in range(NUM_LAYERS):
+                tl.store(of_page, want, mask=written)
+                of_page += num_pages
+
+
+@triton.jit(do_not_specialize=["num"])
+def _retire_kernel(pages, tags, num, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num
+    lease = tags + tl.load(pages + index, mask=inside, other=0) * 3
+    tl.store(lease, -tl.abs(tl.load(lease, mask=inside, other=0)), mask=inside)
+
+
+@triton.jit
+def _added_up(words, num_parts, page, BY_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the words of a page's parts, each by an odd weight of its own."""
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for part in range(num_parts):
+        size = tl.load(words + num_parts + part)
+        first = tl.load(words + 2 * num_parts + part)
+        of_page = page * tl.load(words + 3 * num_parts + part)
+        if BY_BYTES:
+            of_part = tl.load(words + part).to(tl.pointer_type(tl.int8))
+        else:
+            of_part = tl.load(words + part).to(tl.pointer_type(tl.int32))
+        for start in range(0, size, BLOCK):
+            at = start + lanes
+            word = tl.load(of_part + of_page + at, mask=at < size, other=0).to(tl.int64)
+            total += word * (2 * (first + at) + 1)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _seal_kernel(
+    pages, host_pages, leases, host, tags, arrived, words, num_parts, BY_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    index = tl.program_id(0)
+    page = tl.load(pages + index)
+    lease = tl.load(leases + index)
+    right = (tl.load(tags + page * 3) == lease) & (tl.load(arrived + page) == lease)
+    position = tl.load(tags + page * 3 + 1).to(tl.int64)
+    beside = host + tl.load(host_pages + index) * 2
+    tl.store(beside, _added_up(words, num_parts, page, BY_BYTES, BLOCK))
+    tl.store(beside + 1, tl.where(right, position, -2))
+
+
+@triton.jit(do_not_specialize=["num_parts", "writer"])
+def _arrive_kernel(
+    pages, host_pages, leases, known, sums, host, tags, arrived, words, num_parts, writer,
+    IS_LAST: tl.constexpr, BY_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    page = tl.load(pages + index)
+    lease = tl.load(leases + index).to(tl.int32)
+    total = tl.load(sums + index) + _added_up(words, num_parts, page, BY_BYTES, BLOCK)
+    tl.store(sums + index, total)
+    if IS_LAST:
+        beside = host + tl.load(host_pages + index) * 2
+        is_known = tl.load(known + index) != 0
+        position = tl.load(beside + 1)
+        wrong = is_known & ((tl.load(beside) != total) | (position == -2))
+        tl.store(arrived + page, tl.where(wrong, -1, lease))
+        tag = tags + page * 3
+        tl.store(tag, lease)
+        tl.store(tag + 1, tl.where(is_known, position, -1).to(tl.int32))
+        tl.store(tag + 2, lease * 0 + writer)
+    else:
+        tl.store(arrived + page, lease)
