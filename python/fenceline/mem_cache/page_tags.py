@@ -223,9 +223,7 @@ class TransferTags:
     work goes to the transfer's own stream, between its copies and its Points. A load adds up a layer before the Point
     that lets a step read it, because the step may go on writing to a page that is not full."""
 
-    def __init__(
-        self, device: Device, tags: PageTags, kv_pool: KVPool, host_pool: HostPool, rank: int = 0
-    ) -> None:
+    def __init__(self, device: Device, tags: PageTags, kv_pool: KVPool, host_pool: HostPool, rank: int = 0) -> None:
         """``rank``: whose share of replicated rows the host keeps, and alone adds up. Retirements of host pages are
         observed from now on."""
         self._device, self._tags, self._layout = device, tags, kv_pool.layout
