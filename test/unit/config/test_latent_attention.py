@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.kv_layout import KVLayout, index_keys, latent
 from fenceline.config.server_args import parse_args
-from fenceline.layers.context import torch_context
+from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import ForwardMode
+from fenceline.models.families import make_model
 
 NUM_TOKENS = 10
 Saved = tuple[Path, transformers.PreTrainedModel]
@@ -133,6 +136,40 @@ def test_a_draft_may_have_it_too(saved: Saved, expected: list[list[int]]) -> Non
     )  # fmt: skip
     assert asked(driver, range(8), "") == expected
     assert driver.worker.kv_pool.num_layers == 2 * saved[1].config.num_hidden_layers  # type: ignore[attr-defined]
+
+
+# Published models: the numbers of their weights, bytes of these in memory, and bytes that a token keeps in bfloat16.
+PUBLISHED = [
+    ("DeepSeek-V2-Lite", 15_706_484_224, 2.0, 27 * 576 * 2),
+    ("DeepSeek-V2", 235_741_434_880, 2.0, 60 * 576 * 2),
+    ("DeepSeek-V3", 671_026_419_200, 1.036, 61 * 576 * 2),
+    ("Kimi-K2", 1_026_408_232_448, 1.034, 61 * 576 * 2),
+    ("GLM-4.7-Flash", 29_943_393_920, 2.0, 47 * 576 * 2),
+    ("MiniCPM3-4B", 4_073_875_968, 2.0, 62 * 288 * 2),
+]
+
+
+@pytest.mark.parametrize(("name", "num_weights", "bytes_each", "token_bytes"), PUBLISHED)
+def test_dummy_weights_of_published_models(
+    name: str, num_weights: int, bytes_each: float, token_bytes: int, tmp_path: Path
+) -> None:
+    """Nothing is allocated. Layers behind the first one with experts are like it; the scales of FP8 are no weights."""
+    support = Path(__file__).parents[2] / "support" / "published_configs.json"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(support.read_text())[name]["config"]))
+    flags = ["--model-path", str(tmp_path), "--skip-tokenizer-init", "--load-format", "dummy", "--device", "cpu"]
+    config = resolve(parse_args(flags)).model
+    assert sum(row.nbytes for rows in config.kv_rows("bfloat16") for row in rows) == token_bytes
+    stored = None if config.quantization is None else config.quantization.on_line()
+    context = replace(torch_context(Shard(), torch.bfloat16), format=stored)
+    last = 0 if config.experts is None else len(config.experts.dense_layers)
+    with torch.device("meta"):
+        model = make_model(replace(config, num_layers=last + 1, context_length=1), context)
+    found, found_bytes = 0, 0
+    for slot_name, slot in model.weight_slots().items():
+        times = config.num_layers - last if slot_name.startswith(f"model.layers.{last}.") else 1
+        found, found_bytes = found + times * slot.dest.numel(), found_bytes + times * slot.nbytes
+    assert found == num_weights
+    assert found_bytes / num_weights == pytest.approx(bytes_each, abs=5e-4)
 
 
 @pytest.mark.parametrize("saved", ["deepseek-v2-lite"], indirect=True)

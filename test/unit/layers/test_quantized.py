@@ -178,6 +178,8 @@ def test_on_line_formats_leave_up_projections_plain(plain_of: Callable[[str], Pa
         assert isinstance(attention, LatentAttention) and attention.a_proj.weight.kind == kind
         if weights == "auto":
             assert torch.equal(attention.kv_b_proj.weight.data, exact["model.layers.0.self_attn.kv_b_proj.weight"])
+    attention = _made(folder, FORMATS["fp8-blocks"].config).layers[0].self_attn  # with dummy weights
+    assert isinstance(attention, LatentAttention) and attention.kv_b_proj.weight.kind == "dense"
 
 
 # A family, a format, what its quantization_config says of plain modules, and which modules that are.
@@ -220,6 +222,12 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
         r".*shared_experts.*|.*layers\.0\.mlp\.\w+_proj",
     ),
     ("mixtral", "compressed-tensors-int4-zeros", {"ignore": ["re:.*w2$"]}, r".*w2"),
+    (  # as Kimi-K2-Thinking is published
+        "deepseek-v2",
+        "compressed-tensors-int4",
+        {"ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]},
+        r".*self_attn.*|.*shared_experts.*|.*mlp\.\w+_proj",
+    ),
     ("mixtral", "gptq", {"modules_to_not_convert": ["block_sparse_moe"]}, r".*block_sparse_moe.*"),
 ]
 
