@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from draft_checkpoints import VOCAB, add_mtp, random_eagle, random_eagle3, save_target
+from draft_checkpoints import VOCAB, add_mtp, random_eagle, random_eagle3, save_appended_mtp, save_target
 from safetensors.torch import load_file, save_file
 from scheduler_driver import Driver, request
 
@@ -36,6 +36,8 @@ DRAFTS = [
     (STANDALONE, "near"),
     (STANDALONE, "target"),
 ]
+# Targets that have their draft as a layer behind their last: with latents, and with an indexer beside them.
+LATENT_DRAFTS = [(NEXTN, "deepseek-v3"), (NEXTN, "glm-5-shared")]
 NUM_MTP_LAYERS = 4  # layers of "mtp", each for one step; the target has one
 
 
@@ -54,7 +56,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         save_file({name: t + 0.02 * torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"})
     random_eagle(rng, "Llama").save(folder / "eagle")
     random_eagle3(rng).save(folder / "eagle3")
+    for _, name in LATENT_DRAFTS:
+        save_appended_mtp(name, folder / name)
     return {path.name: path for path in folder.iterdir()}
+
+
+def target_of(draft: str | None) -> str:
+    """The name of the target of ``draft``."""
+    return draft if draft is not None and (NEXTN, draft) in LATENT_DRAFTS else "target"
 
 
 def make_driver(
@@ -72,9 +81,11 @@ def make_driver(
     prefill_backend: str | None = None,
     shard: Shard = Shard(),
     token_map: Path | None = None,
+    target: str | None = None,
     **flags: object,
 ) -> Driver:
-    """A scheduler over the target; without ``algorithm`` it decodes one token per step. ``depth_seed``: each step has a
+    """A scheduler over the target; without ``algorithm`` it decodes one token per step. ``target``: its name, that of
+    the draft's target by default. ``depth_seed``: each step has a
     random depth from 0 to ``num_steps``, drawn from this seed. ``measures_steps``: depths are chosen by measured
     speed. ``shard``: the part of the model on ``device``, if there are several ranks. ``token_map``: the file of the
     tokens that the draft may propose."""
@@ -89,14 +100,15 @@ def make_driver(
         max_running_requests=num_rows,
         **(sizes | flags),  # type: ignore[arg-type]
     )
-    model = ModelConfig.from_dir(str(models["target"]), dtype="float32")
+    target = target or target_of(draft)
+    model = ModelConfig.from_dir(str(models[target]), dtype="float32")
     model = dataclasses.replace(model, context_length=CONTEXT)
     args = dataclasses.replace(args, tp_size=shard.size)
     config = dataclasses.replace(resolve(args), model=model)
     if prefill_backend is not None:
         config = dataclasses.replace(config, prefill_attention_backend=prefill_backend)
     if algorithm is not None:
-        directory = None if draft is None else str(models[draft])
+        directory = None if draft is None or (algorithm is NEXTN and draft == target) else str(models[draft])
         speculative = SpeculativeConfig(
             read_draft_config(algorithm, directory, model, None if token_map is None else str(token_map)),
             num_steps,

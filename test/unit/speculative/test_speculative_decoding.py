@@ -16,12 +16,14 @@ from speculative_driver import (
     DRAFTS,
     EAGLE,
     EAGLE3,
+    LATENT_DRAFTS,
     STANDALONE,
     continued,
     count_tokens,
     make_driver,
     models,
     requests,
+    target_of,
 )
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
@@ -34,14 +36,14 @@ __all__ = ["models"]  # a fixture
 
 
 @pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (3, True), (4, False)])
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
 def test_no_token_changes(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, num_steps: int, overlap: bool
 ) -> None:
     reqs = requests(num_steps)
     driver = make_driver(models, algorithm, draft, num_steps, disable_overlap_schedule=not overlap)
     counted = count_tokens(driver)
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == answers(make_driver(models, target=target_of(draft)), reqs)
     if draft == "target":
         assert set(counted) == {num_steps + 1}, "a draft that is the target draws what the target draws"
     else:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_checkpoints import VOCAB
 from scheduler_driver import Driver, request
-from speculative_driver import DRAFTS, EAGLE, EAGLE3, NEXTN, STANDALONE, make_driver, models
+from speculative_driver import DRAFTS, EAGLE, EAGLE3, LATENT_DRAFTS, NEXTN, STANDALONE, make_driver, models
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq, CachedTokensDetails, ContinueGenerationReq, PauseGenerationReq, SpecCounts
@@ -32,9 +32,11 @@ TIERS = [
     (EAGLE, "eagle", "write_through", "layer_first"),
     (NEXTN, None, "write_back", "page_first"),
     (NEXTN, "mtp", "write_through", "page_first"),
+    (NEXTN, "deepseek-v3", "write_back", "page_first"),
+    (NEXTN, "glm-5-shared", "write_through", "layer_first"),
 ]
 
-Rows = torch.Tensor  # [draft layers, 2, tokens, heads, features]
+Rows = dict[str, torch.Tensor]  # by layer and name, [tokens, *shape of the row]
 MakeDriver = Callable[..., Driver]
 
 
@@ -108,7 +110,7 @@ def rows_of(driver: Driver, pages: np.ndarray) -> Rows:
     pool, first = driver.worker.kv_pool, driver.worker.model.num_layers
     slots = torch.from_numpy((pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1))
     layers = range(first, pool.num_layers)
-    return torch.stack([torch.stack((pool.row(layer, "k")[slots], pool.row(layer, "v")[slots])) for layer in layers])
+    return {f"{layer}.{name}": row[slots] for layer in layers for name, row in pool.rows[layer].items()}
 
 
 def check_tree(driver: Driver, cold: Driver) -> int:
@@ -160,7 +162,7 @@ def test_drafts_after_a_hit_fare_as_without_one(
 
 
 @pytest.mark.parametrize("depth_seed", [None, 2])
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
 def test_whatever_is_cached_is_complete(
     driver_of: MakeDriver, algorithm: SpeculativeAlgorithm, draft: str | None, depth_seed: int | None, tmp_path: Path
 ) -> None:

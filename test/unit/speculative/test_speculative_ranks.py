@@ -12,7 +12,19 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from scheduler_driver import answers, request
-from speculative_driver import DRAFTS, EAGLE, EAGLE3, NEXTN, STANDALONE, count_tokens, make_driver, models, requests
+from speculative_driver import (
+    DRAFTS,
+    EAGLE,
+    EAGLE3,
+    LATENT_DRAFTS,
+    NEXTN,
+    STANDALONE,
+    count_tokens,
+    make_driver,
+    models,
+    requests,
+    target_of,
+)
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.engine_config import EngineConfig
@@ -52,11 +64,11 @@ def _on_ranks(
 
 
 @pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
 def test_ranks_with_drafts_answer_as_one_without(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, graphs: dict[str, object]
 ) -> None:
-    expected = answers(make_driver(models), requests(5))
+    expected = answers(make_driver(models, target=target_of(draft)), requests(5))
     alone = make_driver(models, algorithm, draft, **graphs)  # type: ignore[arg-type]
     counts = count_tokens(alone)
     assert answers(alone, requests(5)) == expected

@@ -15,6 +15,7 @@ from speculative_driver import (
     CONTEXT,
     EAGLE,
     EAGLE3,
+    LATENT_DRAFTS,
     NEXTN,
     STANDALONE,
     continued,
@@ -22,6 +23,7 @@ from speculative_driver import (
     make_driver,
     models,
     requests,
+    target_of,
 )
 from transformers import AutoModelForCausalLM
 
@@ -41,7 +43,7 @@ DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "nea
 @pytest.mark.parametrize(
     ("num_steps", "topk", "num_draft_tokens", "page_size"), [(1, 3, 3, 16), (3, 2, 8, 1), (4, 4, 16, 16)]
 )
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
 def test_no_token_changes(
     models: dict[str, Path],
     algorithm: SpeculativeAlgorithm,
@@ -56,7 +58,7 @@ def test_no_token_changes(
         models, algorithm, draft, num_steps, topk=topk, num_draft_tokens=num_draft_tokens, page_size=page_size
     )
     counted = count_tokens(driver)
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == answers(make_driver(models, target=target_of(draft)), reqs)
     if draft == "target":
         # The first child of each node is what the target draws, and the best of its place.
         assert min(counted) > 1 and counted.most_common(1)[0][0] == num_steps + 1
