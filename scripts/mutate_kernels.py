@@ -42,7 +42,9 @@ TESTS: dict[str, dict[str, str]] = {
         "kernel_accesses": "grouped|combine_experts", "experts": "", "four_bit_experts": "", "fixed_order": "layers",
         "fixed_order compile": "experts",
     },
-    "int4_gemm": {"kernel_accesses": "int4|reorder", "int4_gemm": "", "fixed_order": "int4"},
+    "int4_gemm": {
+        "kernel_accesses": "int4|reorder", "int4_gemm compile": "few", "int4_gemm": "", "fixed_order": "int4",
+    },
     "kv_rows": {"kernel_accesses": "move", "speculative_kv_rows": "", "triton_attention compile": "sm_80"},
     "log_sums": {"fixed_order": "log_sums"},
     "page_gather": {"page_gather": "", "kernel_accesses": "gather"},
@@ -117,7 +119,7 @@ def kernel_mutants() -> list[Mutant]:
     for path in sorted(KERNELS.glob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         found += mutants_of(name, path.read_text(encoding="utf-8"), RULES, of_kernels=True)
-    return found
+    return [one for one in found if "prefetch" not in one.function]  # what is prefetched changes no number
 
 
 def checks_of(path: str) -> list[tuple[str, str, str]]:

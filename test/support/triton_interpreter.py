@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -182,3 +183,15 @@ def compile_kernel(
     shared_limit = 163 << 10 if arch == "sm_80" else 227 << 10
     assert binary.asm["cubin"] and binary.metadata.shared <= shared_limit
     return str(binary.asm["ptx"])
+
+
+def check_shared_sums(ptx: str) -> int:
+    """Where programs share a sum and count their parts, all threads have stored their part before one of them counts
+    it, and none reads the parts before the count is known. Returns the number of these counts."""
+    counts = list(re.finditer(r"\batom\.(\S+)", ptx))
+    for count in counts:
+        before, after = ptx[: count.start()], ptx[count.end() :]
+        assert "acq_rel" in count[1] and ".gpu" in f".{count[1]}", count[0]
+        assert before.rindex("bar.sync") > before.rindex("st.global")
+        assert after.index("bar.sync") < after.index("ld.global")
+    return len(counts)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import add_in_order, outcomes_of, print_outcomes, set_up_interpreter
+from triton_interpreter import add_in_order, check_shared_sums, outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.quantized import QuantizedFormat, make_format
@@ -277,15 +277,7 @@ def check_machine_code(name: str) -> None:
     kinds = {product.partition(".m64n")[0] for product in products if "fence" not in product and "group" not in product}
     assert kinds == {"wgmma.mma_async.sync.aligned"}, products
     assert not re.search(r"\bfma\.rn\.f32", ptx)
-    # Where programs share a sum, all threads have stored their part before one of them counts it, and none reads the
-    # parts before the count is known.
-    counts = list(re.finditer(r"\batom\.(\S+)", ptx))
-    assert len(counts) == (name in ("one row", "decode", "verify", "tree", "wide heads"))
-    for count in counts:
-        before, after = ptx[: count.start()], ptx[count.end() :]
-        assert "acq_rel" in count[1] and ".gpu" in f".{count[1]}", count[0]
-        assert before.rindex("bar.sync") > before.rindex("st.global")
-        assert after.index("bar.sync") < after.index("ld.global")
+    assert check_shared_sums(ptx) == (name in ("one row", "decode", "verify", "tree", "wide heads"))
     waits, launches = (ptx.count(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
     assert waits == launches == ("PDL" in constants)
     if waits:  # nothing is written before the preceding kernel has ended

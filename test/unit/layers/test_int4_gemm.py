@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
+from triton_interpreter import check_shared_sums, outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.quantized import Int4Format, make_format, spread
@@ -313,6 +313,7 @@ def check_machine_code(name: str) -> None:
     sizes = VARIANTS[name]
     for constants in ({}, {"REORDERED": True}, {"SPLIT": 2, "PROGRAMS": 2, "GATED": False, "ADD": True}, {"SPLIT": 4}):
         ptx = ptx_of(sizes, **constants)
+        assert check_shared_sums(ptx) == ("PROGRAMS" in constants)
         products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k16)\S*\s+\{[^}]*\},\s*(\S)", ptx)
         assert len(products) == sizes[2] // 16, products
         assert all(shape == f"m64n{sizes[1]}k16" and left == "{" for shape, left in products), products

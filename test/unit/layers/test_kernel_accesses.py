@@ -39,6 +39,7 @@ PROGRAMMATIC = [
     "quantize_rows",
     "decode_attention",
     "embed_and_join",
+    *("router_logits", "route", "choose_experts", "place_pairs", "grouped_product", "combine_experts"),
 ]
 KINDS = {
     "among_garbage": KERNELS,
