@@ -91,7 +91,7 @@ class _Plan(AttentionPlan):
         pool, inputs = self._backend.kv_pool, self._inputs
         rules = self._backend.rules.get(layer_id, PLAIN)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        caches = pool.row(layer_id, "k"), pool.row(layer_id, "v")
+        caches = tuple(pool.row(layer_id, name) for name in rules.rows)
         requests = inputs.page_table, inputs.rows, inputs.seq_lens
         extends = isinstance(inputs, AttentionInputs) and inputs.mode is ForwardMode.EXTEND
 
@@ -99,7 +99,7 @@ class _Plan(AttentionPlan):
             tree = rest[7:8] if isinstance(inputs, VerifyInputs) else ()
             layer, tensors = _Layer(k, v, pool.page_size, q.dtype), rest[1:4] if extends else (*rest[:3], *tree)
             new = _new_tokens(layer, inputs, tensors) if extends else slice(len(q))
-            plan = self._plan_again(layer, replace(rules, sinks=rest[-1]), tensors)
+            plan = self._plan_again(layer, replace(rules, sinks=rest[-1], rows=PLAIN.rows), tensors)
             out.copy_(plan.forward(0, q, k[new].to(q.dtype), v[new].to(q.dtype), scale))
 
         beside = rules.window, rules.sinks

@@ -65,6 +65,24 @@ class LaunchedLayerKernels(LayerKernels):
         operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)
         accesses.rotate_and_store.launch(compute, *operands)
 
+    def store_latent(
+        self,
+        queries: torch.Tensor,
+        row: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+        cache_rows: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        def compute(queries: torch.Tensor, row: torch.Tensor, norm_weight: torch.Tensor, *rest: torch.Tensor) -> None:
+            _TORCH.store_latent(queries, row, norm_weight, eps, *rest)
+
+        operands = (queries, row, norm_weight, table, positions, out, cache_rows, out_slots)
+        accesses.store_latent.launch(compute, *operands)
+
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if len(x) > _FEW_TOKENS:
             return _TORCH.router_logits(x, weight)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fenceline.config.kv_layout import KVLayout
+from fenceline.config.kv_layout import KVLayout, keys_and_values, latent
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
@@ -36,7 +36,8 @@ class Case:
         rules: LayerRules = PLAIN,
     ) -> None:
         """``kv_dtype``: the pool's dtype, to which keys and values are rounded; ``dtype`` unless given. ``rules``:
-        those of layer 1, which is the layer used; their sinks are on the CPU."""
+        those of layer 1, which is the layer used; their sinks are on the CPU. With one row for keys and values these
+        are the keys' first ``rules.value_dim`` features."""
         self.rules = rules
         self.device = torch.device(device)
         self.seq_lens, self.query_lens = seq_lens, query_lens
@@ -44,13 +45,10 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         pages = [-(-n // page_size) for n in seq_lens]
         num_pages = sum(pages) + 3
-        self.pool = KVPool(
-            num_pages,
-            KVLayout.uniform(page_size, 2, num_kv_heads, head_dim, str(kv_dtype or dtype).removeprefix("torch.")),
-            self.device,
-            dtype,
-        )
-        for tensor in (self.pool.row(1, "k"), self.pool.row(1, "v")):
+        stored = str(kv_dtype or dtype).removeprefix("torch.")
+        of_layer = latent(head_dim, stored) if rules.shared else keys_and_values(num_kv_heads, head_dim, stored)
+        self.pool = KVPool(num_pages, KVLayout(page_size, (of_layer,) * 2), self.device, dtype)
+        for tensor in self.caches:
             tensor[page_size:] = float("nan")
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
         # Columns past a request's pages name other requests' pages, because rows are not cleared when they are leased
@@ -69,10 +67,19 @@ class Case:
             ]
             for _ in range(2)
         )
+        if rules.shared:
+            self.values = [keys[..., : rules.value_dim] for keys in self.keys]
         self.queries = [torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens]
         for slots, keys, values in zip(self.slots, self.keys, self.values, strict=True):
-            self.pool.row(1, "k")[slots.to(self.device)] = keys.to(self.pool.row(1, "k"))
-            self.pool.row(1, "v")[slots.to(self.device)] = values.to(self.pool.row(1, "v"))
+            k_cache, v_cache = self.caches
+            v_cache[slots.to(self.device), :, : values.shape[2]] = values.to(v_cache)
+            k_cache[slots.to(self.device)] = keys.to(k_cache)
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pool's keys and values of its layer."""
+        keys, values = (self.pool.row(1, name) for name in self.rules.rows)
+        return keys, values
 
     def begin_alike(self, requests: list[int], num_tokens: int) -> None:
         """Let all ``requests`` share the pages of the first one that lie within its first ``num_tokens`` tokens."""
@@ -129,7 +136,7 @@ class Case:
                     hidden[query] = torch.arange(len(k)) <= first_node + len(path) - 1 - window
                     hidden[query, first_node:] = True
                     hidden[query, [first_node + node for node in path]] = False
-            result = torch.empty(q.shape, dtype=torch.float64)
+            result = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float64)
             for head in range(q.shape[1]):
                 keys, values = k[:, head // group].double(), v[:, head // group].double()
                 scores = q[:, head].double() @ keys.T * SCALE
@@ -146,14 +153,15 @@ class Case:
     def check(self, mode: ForwardMode, tolerance: float = 1e-5) -> None:
         for backend in self.backends:
             for ours, expected in zip(self.run(mode, backend), self.expected(), strict=True):
-                torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=0)
+                torch.testing.assert_close(ours[..., : expected.shape[2]].double(), expected, atol=tolerance, rtol=0)
 
     def check_verify(
         self, num_nodes: int, trees: list[list[int]] | None, bound: int = 0, tolerance: float = 1e-5
     ) -> None:
         for backend in self.backends:
-            output = self.verify(backend, num_nodes, trees, bound).double()
-            torch.testing.assert_close(output, torch.cat(self.expected(trees)), atol=tolerance, rtol=0)
+            output, expected = self.verify(backend, num_nodes, trees, bound), torch.cat(self.expected(trees))
+            output = output[..., : expected.shape[2]].double()
+            torch.testing.assert_close(output, expected, atol=tolerance, rtol=0)
 
     def _last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor[-new:] for tensor, new in zip(tensors, self.query_lens, strict=True)]
@@ -229,7 +237,7 @@ def requests_of(step):  # type: ignore[no-untyped-def]
 
 
 def decode(  # type: ignore[no-untyped-def]
-    step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False, merge_elements=2048
+    step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False, merge_elements=2048, min_blocks=1
 ) -> torch.Tensor:
     """One launch with blocks of 16 tokens. The queries of each request are a chain. Afterwards the workspace must be as
     before."""
@@ -240,12 +248,12 @@ def decode(  # type: ignore[no-untyped-def]
         query_tiles,
     )
 
-    keys, values = step.pool.row(1, "k"), step.pool.row(1, "v")
+    keys, values = step.caches
     num_queries, num_heads, _ = step.queries[0].shape
     tiles = query_tiles(num_queries * num_heads // keys.shape[1])
-    workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device, tiles)
+    workspace = workspace or DecodeWorkspace(keys.shape[1], step.values[0].shape[2], 8, keys.device, tiles)
     tree = QueryTree(num_queries, num_queries)
-    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl, merge_elements=merge_elements)
+    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl, merge_elements=merge_elements, min_blocks=min_blocks)
     queries = torch.cat(step.queries) if queries is None else queries
     output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules)
     assert not workspace.num_done.any()

@@ -41,7 +41,7 @@ def attend(step: Case, way: str, num_sms: int, trees: list[list[int]] | None = N
             return super()._num_workers(workers_per_sm)
 
     device, lens = step.device, np.array(step.query_lens)
-    backend = Backend(step.pool, 1, step.rules_there(), fixed=(_LONGEST, step.queries[0].shape[1]))
+    backend = Backend(step.pool, 1, step.rules_there(), step.queries[0].shape[1], _LONGEST)
     if way == "verify":
         y = step.verify(backend, len(step.queries[0]), trees)
     else:

@@ -28,6 +28,7 @@ from fenceline.layers.kernels.triton import (
     rotate_store,
     routing,
     skinny_gemm,
+    store_latent,
 )
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
 from fenceline.layers.kernels.triton import embed_join as embed_join_triton
@@ -49,6 +50,7 @@ def launches() -> Iterator[Launch]:
     yield from _norms()
     yield from _activations()
     yield from _rotations()
+    yield from _latents()
     yield from _products()
     yield from _quantized_products()
     yield from _scaled_products()
@@ -118,6 +120,26 @@ def _rotations() -> Iterator[Launch]:
         operands = (qkv, *weights, table, positions, *caches, slots)
         name = f"rotate_and_store {num_tokens} tokens of {heads}"
         yield Launch(name, accesses.rotate_and_store, operands, run, waits_in=rotate_store)
+
+
+def _latents() -> Iterator[Launch]:
+    # Tokens, heads, features of a query, rank, rope, other features in front of the row.
+    for num_tokens, num_heads, query_dim, rank, rope, others in ((2, 3, 12, 24, 6, 0), (3, 20, 48, 40, 32, 16)):
+        queries = _random(num_tokens, num_heads, query_dim)
+        row = _random(num_tokens, others + rank + rope)[:, others:]
+        table, cache_rows = _random(20, 3 * rope // 2), _random(12, 1, rank + rope)
+        positions, slots = torch.randperm(20)[:num_tokens], torch.randperm(12)[:num_tokens]
+        out = _random(num_tokens, num_heads + 1, rank + rope)
+
+        def run(
+            pdl: bool, queries: Any, row: Any, weight: Any, table: Any, positions: Any, out: Any, cache_rows: Any,
+            slots: Any,
+        ) -> None:  # fmt: skip
+            store_latent.store_latent(queries, row, weight, 1e-6, table, positions, out, cache_rows, slots, pdl)
+
+        operands = (queries, row, _random(rank), table, positions, out, cache_rows, slots)
+        name = f"store_latent {num_tokens}x{num_heads}"
+        yield Launch(name, accesses.store_latent, operands, run, waits_in=store_latent)
 
 
 def _products() -> Iterator[Launch]:
@@ -409,11 +431,23 @@ def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any
     return *caches, table, rows, torch.tensor(lens)
 
 
+def value_dim_of(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of 16 features; of a row that is key and value 12."""
+    return 12 if k.data_ptr() == v.data_ptr() else 16
+
+
+def _rules(k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None) -> LayerRules:
+    if value_dim_of(k, v) == 16:
+        return LayerRules(window, 0.0, sinks)
+    return LayerRules(window, 0.0, sinks, ("latent", "latent"), 12)
+
+
 def _decodes() -> Iterator[Launch]:
-    # Lengths, page size, heads, queries, nodes, whether they are a tree, the window.
+    # Lengths, page size, heads, queries, nodes, whether they are a tree, the window (0: keys and values are one row).
     shapes = (
         ([34, 5], 4, (2, 1), 3, 4, True, None),
         ([34, 1], 4, (2, 1), 1, 1, False, None),
+        ([34, 5], 4, (20, 1), 2, 2, False, 0),
         ([50], 1, (6, 2), 1, 1, False, None),
         ([17, 1, 33], 16, (2, 2), 1, 1, False, None),
         ([40, 9], 16, (4, 2), 4, 4, False, None),
@@ -424,11 +458,14 @@ def _decodes() -> Iterator[Launch]:
     )
     for lens, page_size, heads, num_queries, num_nodes, is_tree, window in shapes:
         k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
+        if window == 0:
+            v_cache, window = k_cache, None
         q = _random(len(lens) * num_queries, heads[0], 16)
         out = torch.empty_like(q)
         ancestors = torch.randint(0, 1 << num_nodes, (len(lens), num_queries)) if is_tree else None
         tiles = decode_attention.query_tiles(num_queries * (heads[0] // heads[1]))
-        workspace = decode_attention.DecodeWorkspace(heads[1], 16, 4, torch.device("cpu"), tiles)
+        value_dim = value_dim_of(k_cache, v_cache)
+        workspace = decode_attention.DecodeWorkspace(heads[1], value_dim, 4, torch.device("cpu"), tiles)
         scratch = (workspace.partial, workspace.stats, workspace.num_done)
 
         def run(
@@ -438,11 +475,11 @@ def _decodes() -> Iterator[Launch]:
         ) -> None:  # fmt: skip
             space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
             tiles = decode_attention.query_tiles(num_queries * (q.shape[1] // k.shape[1]))
-            space.max_workers, space.segments, space.shape = 4, 0, (k.shape[1], 16, tiles)
+            space.max_workers, space.segments, space.shape = 4, 0, (k.shape[1], value_dim_of(k, v), tiles)
             space.partial, space.stats, space.num_done = partial, stats, num_done
             config = decode_attention.DecodeConfig(16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2)
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
-            tree, rules = QueryTree(num_queries, num_nodes, ancestors), LayerRules(window, 0.0, sinks)
+            tree, rules = QueryTree(num_queries, num_nodes, ancestors), _rules(k, v, window, sinks)
             decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config, tree, rules)
 
         sinks = None if window is None else torch.randn(heads[0])
@@ -457,15 +494,18 @@ def _extends() -> Iterator[Launch]:
         ([34, 3], [2, 3], 4, (2, 1), 2, None),
         ([20, 5], [6, 5], 4, (4, 2), 1, None),
         ([33], [1], 16, (2, 1), 1, None),
+        ([34, 3], [2, 3], 4, (20, 1), 2, 0),
         ([70, 3], [20, 3], 4, (2, 1), 2, 9),
         ([70, 25], [3, 25], 1, (4, 2), 1, 18),
     )
     for lens, query_lens, page_size, heads, num_splits, window in shapes:
         k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
+        if window == 0:
+            v_cache, window = k_cache, None
         q = _random(sum(query_lens), heads[0], 16)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         shape = (num_splits,) if num_splits > 1 else ()
-        out = torch.empty(*shape, *q.shape)
+        out = torch.empty(*shape, *q.shape[:2], 16 if num_splits == 1 else value_dim_of(k_cache, v_cache))
         stats = torch.empty(num_splits, 2, *q.shape[:2]) if num_splits > 1 else None
         tiles = sum(-(-n * heads[0] // heads[1] // 16) for n in query_lens)
         name = f"extend_attention of {lens} in {num_splits}, window {window}"
@@ -480,7 +520,7 @@ def _extends() -> Iterator[Launch]:
             config = extend_attention.ExtendConfig(16, 16, 4, 2)
             merged = None if grid.num_splits == 1 else torch.zeros_like(q)
             target = out if merged is None else merged
-            rules = LayerRules(window, 0.0, sinks)
+            rules = _rules(k, v, window, sinks)
             extend_attention.extend_attention(q, k, v, requests, starts, grid, _SCALE, config, target, rules)
 
         sinks = None if window is None else torch.randn(heads[0])
@@ -494,7 +534,7 @@ def _extends() -> Iterator[Launch]:
 
     def merge(pdl: bool, partial: Any, stats: Any, out: Any) -> None:
         extend_attention._merge_kernel[(5, 2)](
-            partial, stats, out, None, 2, 5, NUM_HEADS=4, HEAD_DIM=12, DIM_PAD=16, GROUP=2, GROUP_PAD=2, SINKS=False,
+            partial, stats, out, None, 2, 5, NUM_HEADS=4, HEAD_DIM=12, DIM_PAD=16, TAIL=0, HEADS=2, SINKS=False,
             num_warps=4,
         )  # fmt: skip
 

@@ -613,22 +613,30 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
 
 
 def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
-    if model.latent is None:
-        return
-    if device == "cuda":
+    """Raises ConfigError for what is not computed of latent attention: some of it by a GPU, FP8 with an indexer."""
+    if model.indexer is not None and args.kv_cache_dtype != "auto":
         raise ConfigError(
-            f"{model.model_path}: {model.architecture} has latent attention, for which there are no GPU kernels yet;"
-            " use --device cpu"
+            f"--kv-cache-dtype {args.kv_cache_dtype}: {model.architecture} keeps keys of its indexer, which cannot be"
+            " stored in FP8; leave it out"
         )
-    if model.indexer is not None and device == "cuda":
+    if model.latent is None or device != "cuda":
+        return
+    if model.indexer is not None:
         raise ConfigError(
             f"{model.model_path}: {model.architecture} has sparse attention, which runs on a CPU only so far; use"
             " --device cpu"
         )
-    if args.kv_cache_dtype != "auto":
+    for name in _ATTENTION_BACKENDS:
+        wanted = getattr(args, name)
+        if wanted not in (None, "auto", "triton", _ON_ANY_DEVICE):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {wanted}: does not compute the latent attention of {model.architecture};"
+                " use triton, or leave it out"
+            )
+    if args.enable_deterministic_inference:
         raise ConfigError(
-            f"--kv-cache-dtype {args.kv_cache_dtype}: {model.architecture} keeps latents, which cannot be stored in"
-            " FP8; leave it out"
+            f"--enable-deterministic-inference: on a GPU the products of each head of {model.architecture} depend on"
+            " the batch; leave it out, or use --device cpu"
         )
 
 
@@ -707,6 +715,8 @@ def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:
             f"--speculative-algorithm: {decode} cannot verify drafts, for the host learns their lengths late: "
             f"give --decode-attention-backend triton (--prefill-attention-backend {decode} may stay)"
         )
+    if model.latent is not None:
+        return "triton"
     return "triton" if model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0 else "torch"
 
 

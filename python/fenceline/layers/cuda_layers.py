@@ -30,6 +30,7 @@ from fenceline.layers.kernels.triton.skinny_gemm import (
     may_fuse_norm,
     skinny_linear,
 )
+from fenceline.layers.kernels.triton.store_latent import store_latent
 from fenceline.layers.skinny_table import ROW_BUCKETS, SHARED_BYTES, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
@@ -56,6 +57,7 @@ TRITON: Mapping[str, Callable[..., object]] = {
     "rms_norm": rms_norm,
     "activate": silu_and_mul,
     "rotate_and_store": rotate_and_store,
+    "store_latent": store_latent,
     "router_logits": router_logits,
     "route": route,
     "combine_experts": combine_experts,
@@ -73,8 +75,8 @@ def _programmatic(kernel: Any) -> Callable[..., object]:
 
 class CudaLayerKernels(LayerKernels):
     """Triton kernels. From sm_90 on they may start before the preceding kernel has ended. Before they wait for that
-    kernel they read weights; ``rotate_and_store`` also reads the table, positions and out_slots. So there must be
-    another kernel between the one that writes these and the one that reads them."""
+    kernel they read weights; ``rotate_and_store`` and ``store_latent`` also read the table, positions and out_slots. So
+    there must be another kernel between the one that writes these and the one that reads them."""
 
     def __init__(self, device: torch.device, fixed: SplitWorkspace | None = None) -> None:
         """``fixed``: that of products in a fixed order, which all sums then have; see ``LayerKernels.fixed_order``."""
@@ -88,6 +90,11 @@ class CudaLayerKernels(LayerKernels):
         # By group size and whether there are zero points: whether the grouped products of such numbers passed the
         # trial.
         self._four_bits: dict[tuple[int, bool], bool] = {}
+
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert not self.fixed_order, "cuBLAS adds up in an order that depends on the number of rows"
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
     def grouped_product(
         self,

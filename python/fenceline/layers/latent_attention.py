@@ -5,8 +5,6 @@ part that each key has in common. Instead of the keys, the queries are multiplie
 the values, the sums over the latents by the matrix of values. Attention then is that of one key/value head as wide as
 the row, which any backend computes that takes one row for keys and values: no key or value is ever computed, also not
 those of a cached prefix. Its first features of the result are the sums.
-
-There are no kernels for a GPU yet (``EngineConfig`` refuses one): this is torch's operators, written for the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, TokenMixer, in_order
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import HeadLayout, apply_rotary, rotary_angles
+from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, MergedColumnParallelLinear, RowParallelLinear
 from fenceline.layers.quantized import QuantizedWeight
 from fenceline.layers.rotary import yarn_mscale
@@ -46,7 +44,7 @@ class LatentAttention(TokenMixer):
         if scaling is not None and scaling.mscale_all_dim:
             scale *= yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
         heads = HeadLayout(num_heads, 1, self.latent.width)
-        rules = LayerRules(rows=("latent", "latent"), selects=self.selects)
+        rules = LayerRules(rows=("latent", "latent"), value_dim=self.latent.kv_lora_rank, selects=self.selects)
         super().__init__(site, norms, heads, (num_heads + 1) * self.latent.width, rules, scale)
         rank, queries = self.latent.q_lora_rank, config.num_heads * config.head_dim
         parts = [ColumnPart("kv_a_proj_with_mqa", self.latent.width, self.latent.width, 0)]
@@ -79,30 +77,42 @@ class LatentAttention(TokenMixer):
 
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → queries of the row's width, then the row, [T, (num_heads + 1) * width]; the row also goes to the pool."""
-        normed = batch.normed.pop(self.input_norm, None)
-        if normed is None:
-            normed = x if self.input_norm is None else self.input_norm.forward(x)
         num_heads, rank, query_rank = self.heads.num_heads, self.latent.kv_lora_rank, self.latent.q_lora_rank
         if batch.buffers is None:
             projected = x.new_empty(len(x), self._widths[0])
         else:
             projected = batch.buffers.tensors[self._projected_buffer]
         rows = projected.view(len(x), num_heads + 1, -1)
-        compressed = self.a_proj.forward(normed)
-        down = normed if query_rank is None else self.q_a_norm.forward(compressed[:, :query_rank].contiguous())
-        queries = self.q_proj.forward(down).view(len(x), num_heads, -1)
-        plain, rotated = queries.split((self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim), -1)
-        latent, common = compressed[:, -self.latent.width :].split((rank, self.latent.qk_rope_head_dim), -1)
+        norm = self.input_norm
+        normed, down = batch.normed.pop(norm, None), None
+        if normed is None and norm is not None and query_rank is not None and not self.selects:
+            compressed = self.a_proj.forward_normed(x, norm)  # nothing else reads the norm of x
+        else:
+            if normed is None:
+                normed = x if norm is None else norm.forward(x)
+            compressed = self.a_proj.forward(normed)
+        if query_rank is None:
+            assert normed is not None
+            queries = self.q_proj.forward(normed)
+        elif self.selects:
+            down = self.q_a_norm.forward(compressed[:, :query_rank].contiguous())
+            queries = self.q_proj.forward(down)
+        else:
+            queries = self.q_proj.forward_normed(compressed[:, :query_rank].contiguous(), self.q_a_norm)
+        queries, row = queries.view(len(x), num_heads, -1), compressed[:, -self.latent.width :]
         keys, _ = self._up_matrices()
-        rows[:, :num_heads, :rank] = self._kernels.by_head(plain, keys.transpose(1, 2))
-        rows[:, num_heads, :rank] = self.kv_a_norm.forward(latent.contiguous())
-        both = torch.cat((rotated, common.unsqueeze(1)), 1)
-        rows[..., rank:] = apply_rotary(both, *rotary_angles(self._rotary.table, batch.positions[0]))
+        plain = queries[..., : self.latent.qk_nope_head_dim]
+        self._kernels.by_head(plain, keys.transpose(1, 2), rows[:, :num_heads, :rank])
         if batch.layer_ready is not None:
             # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(self.layer_id)
-        batch.kv_pool.row(self.layer_id, "latent").index_copy_(0, batch.out_slots, rows[:, num_heads:])
-        self.project_index(normed, down, batch)
+        self._kernels.store_latent(
+            queries, row, self.kv_a_norm.weight, self.kv_a_norm.eps, self._rotary.table, batch.positions[0],
+            rows, batch.kv_pool.row(self.layer_id, "latent"), batch.out_slots,
+        )  # fmt: skip
+        if self.selects:
+            assert normed is not None and down is not None
+            self.project_index(normed, down, batch)
         return projected
 
     def project_index(self, normed: torch.Tensor, query_latent: torch.Tensor, batch: ForwardBatch) -> None:
@@ -116,7 +126,8 @@ class LatentAttention(TokenMixer):
     def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         _, values = self._up_matrices()
         sums = attended.view(len(x), self.heads.num_heads, -1)[..., : self.latent.kv_lora_rank]
-        result = self._kernels.by_head(sums, values)
+        result = x.new_empty(len(x), self.heads.num_heads, self.latent.v_head_dim)
+        self._kernels.by_head(sums, values, result)
         return self.add_product(x, self.o_proj, result.flatten(1), batch)
 
     def _up_matrices(self) -> tuple[torch.Tensor, torch.Tensor]:

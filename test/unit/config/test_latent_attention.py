@@ -176,8 +176,9 @@ def test_dummy_weights_of_published_models(
 @pytest.mark.parametrize(
     ("flags", "gpu", "message"),
     [
-        ("", True, "DeepseekV2ForCausalLM has latent attention, for which there are no GPU kernels yet; use"),
-        ("--kv-cache-dtype fp8_e4m3", False, "keeps latents, which cannot be stored in FP8; leave it out"),
+        ("--attention-backend fa3", True, "fa3: does not compute the latent attention of DeepseekV2ForCausalLM; use"),
+        ("--prefill-attention-backend flashinfer", True, "flashinfer: does not compute the latent attention of"),
+        ("--enable-deterministic-inference", True, "the products of each head of DeepseekV2ForCausalLM depend on the"),
         ('--json-model-override-args {"topk_method":"noaux_tc"}', False, "'noaux_tc' is not supported, greedy and"),
         ('--json-model-override-args {"num_key_value_heads":2}', False, "must be num_attention_heads, or left"),
     ],

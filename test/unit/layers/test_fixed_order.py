@@ -229,7 +229,7 @@ def check_model() -> None:
         save_checkpoint("qwen3", Path(folder))
         ours = PagedModel(Path(folder), 16, "cpu", context=context)
     heads = ours.config.num_heads
-    ours.backend = TritonAttentionBackend(ours.pool, rules=ours.model.attention_rules, fixed=(CONTEXT, heads))
+    ours.backend = TritonAttentionBackend(ours.pool, rules=ours.model.attention_rules, num_heads=heads, longest=CONTEXT)
     prompt, other = torch.randint(0, 100, (2, 40))
     [whole] = ours.step([(0, prompt, 0, 40)], ForwardMode.EXTEND)
     assert whole.isfinite().all()
@@ -317,7 +317,7 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     size = 256 if wide else 128
     constants = {"sinks_ptr": None, "NUM_KV_HEADS": 8, "HEAD_DIM": size, "DIM_PAD": size, "GROUP": 4, "PAGE_SIZE": 16}
     constants |= {"BATCH_PAD": 64, "BLOCK_N": 32 if wide else 64, "SEGMENT": 256, "WINDOW": 0, "CAPS": False}
-    constants |= {"SINKS": False}
+    constants |= {"SINKS": False, "TAIL": 0, "TAIL_PAD": 16, "SHARED": False}
     if name in ("short prefill", "long prefill"):
         long = name == "long prefill"
         types |= {"out_ptr": "*bf16" if long else "*fp32"}
@@ -326,8 +326,8 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     num_queries = 4 if name == "verify" else 1
     constants |= {
         "ancestors_ptr": None, "NUM_WORKERS": 33, "NUM_QUERIES": num_queries, "NUM_NODES": num_queries, "TREE": False,
-        "ROWS": 64, "MERGED_ROWS": 4 * num_queries, "MAX_SEGMENTS": 160, "MERGE": 1, "PDL": True, "NUM_PREFETCHED": 2,
-        "PATHS": 0, "PATH_NODES": 0,
+        "ROWS": 64, "MERGED_ROWS": 4 * num_queries, "PART": 4, "MAX_SEGMENTS": 160, "MERGE": 1, "PDL": True,
+        "NUM_PREFETCHED": 2, "PATHS": 0, "PATH_NODES": 0, "MIN_BLOCKS": 1,
     }  # fmt: skip
     if name == "tree":
         del constants["ancestors_ptr"]

@@ -31,6 +31,7 @@ PROGRAMMATIC = [
     "rms_norm",
     "silu_and_mul",
     "rotate_and_store",
+    "store_latent",
     "skinny_linear",
     "quantized_linear",
     "scaled_linear",

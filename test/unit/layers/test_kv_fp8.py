@@ -34,7 +34,7 @@ def logits_of(model: PagedModel, *cuts: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "deepseek-v2-lite"])
 def test_a_prompt_may_be_cut_anywhere(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     whole = logits_of(PagedModel(tmp_path, 16, "cpu", context=IN_FP8), 49)

@@ -149,7 +149,16 @@ def check_decode_attention() -> None:
     from fenceline.layers.kernels.triton import decode_attention as module
 
     shape = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "DIM_PAD": 128, "GROUP": 4, "PAGE_SIZE": 1, "ROWS": 16}
-    shape |= {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "MERGED_ROWS": 4, "SEGMENT": 0, "MAX_SEGMENTS": 0}
+    shape |= {"TAIL": 0, "TAIL_PAD": 16, "SHARED": False, "MIN_BLOCKS": 1}
+    shape |= {
+        "NUM_QUERIES": 1,
+        "NUM_NODES": 1,
+        "TREE": False,
+        "MERGED_ROWS": 4,
+        "PART": 4,
+        "SEGMENT": 0,
+        "MAX_SEGMENTS": 0,
+    }
     shape |= {"PATHS": 0, "PATH_NODES": 0}
     few = {"BATCH_PAD": 1, "BLOCK_N": 32, "NUM_WORKERS": 33, "MERGE": 8}
     many = {"BATCH_PAD": 64, "BLOCK_N": 128, "NUM_WORKERS": 16, "MERGE": 32}

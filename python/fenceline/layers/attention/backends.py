@@ -24,6 +24,7 @@ from fenceline.memory_order import Device
 _AUTO = "auto"
 _ANYWHERE = "torch"
 _READ_FP8 = ("triton", _ANYWHERE)  # these can read a KV cache in FP8
+_READ_LATENTS = ("triton", _ANYWHERE)  # and these one row that holds both keys and values
 # Tried in this order; flashinfer last, because it may have to be compiled first.
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
@@ -180,8 +181,8 @@ def _make_triton(setting: AttentionSetting) -> AttentionBackend:
             f"--attention-backend triton: Triton is not installed ({error}): pip install 'fenceline[cuda]', or use "
             "--attention-backend torch"
         ) from error
-    fixed = (setting.context_length, setting.num_heads) if setting.fixed_order else None
-    return TritonAttentionBackend(setting.kv_pool, setting.own_layers[0], setting.rules, fixed)
+    longest = setting.context_length if setting.fixed_order else None
+    return TritonAttentionBackend(setting.kv_pool, setting.own_layers[0], setting.rules, setting.num_heads, longest)
 
 
 ATTENTION_BACKENDS: Mapping[str, Callable[[AttentionSetting], AttentionBackend]] = MappingProxyType(
@@ -244,11 +245,10 @@ def _make_one(name: str, setting: AttentionSetting) -> AttentionBackend:
         return _registered[name](setting)
     _check_known(name)
     pool, first = setting.kv_pool, setting.own_layers[0]
-    if name != _ANYWHERE and setting.rules.get(first, PLAIN).rows != PLAIN.rows:
-        raise ValueError(
-            f"--attention-backend {name} does not compute latent attention: use --attention-backend {_ANYWHERE}"
-        )
-    if name not in _READ_FP8 and pool.row(first, "k").dtype != pool.dtype:
+    rules = setting.rules.get(first, PLAIN)
+    if name not in _READ_LATENTS and rules.shared:
+        raise ValueError(f"--attention-backend {name} does not compute latent attention: use triton or torch")
+    if name not in _READ_FP8 and pool.row(first, rules.rows[0]).dtype != pool.dtype:
         raise ValueError(
             f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"
             " torch"
@@ -350,7 +350,7 @@ def _step(
     query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
     num_queries = batch.num_requests * query_len
     layers = setting.own_layers
-    keys = pool.row(layers[0], "k")
+    keys = pool.row(layers[0], setting.rules.get(layers[0], PLAIN).rows[0])
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = setting.num_heads
     qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(pool.dtype)

@@ -21,16 +21,23 @@ class LayerRules:
     score s becomes c tanh(s / c); 0 means no cap. ``sinks`` [num_heads] float32: one more score for each head, which
     belongs to no token and has a value of zero. The soft cap is not applied to the sinks.
 
-    ``rows`` names the layer's rows in the KV pool that hold the keys and the values. If it is the same row for both
-    (``latent``), the layer takes of the result what it needs. ``selects``: a query attends to the tokens that an
-    indexer has selected for it (``AttentionPlan.select``).
+    ``rows`` names the layer's rows in the KV pool that hold the keys and the values. It may be the same row for both
+    (``latent``). ``value_dim``: the layer needs only so many of each result's features, the first ones, so the others
+    are undefined and need not be computed (None: all). ``selects``: a query attends to the tokens that an indexer has
+    selected for it (``AttentionPlan.select``).
     """
 
     window: int | None = None
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
     rows: tuple[str, str] = ("k", "v")
+    value_dim: int | None = None
     selects: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether one row holds both keys and values."""
+        return self.rows[0] == self.rows[1]
 
     @property
     def plain(self) -> bool:

@@ -20,7 +20,7 @@ from fenceline.layers.forward_batch import (
     VerifyInputs,
 )
 from fenceline.layers.kernels.triton.decode_attention import (
-    MAX_GROUP,
+    MIN_ROWS,
     DecodeConfig,
     DecodeWorkspace,
     PagedRequests,
@@ -35,9 +35,11 @@ _MAX_WORKERS_PER_SM = 4
 _FIXED_WORKERS_PER_SM = 2  # of tiles that always have 64 rows
 _FIXED_WORKSPACE_BYTES = 256 << 20  # there are fewer workers if their segments need more
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
+# The merge of a piece of a request takes as long as this many blocks of latent rows, because its sums are long too.
+_LATENT_MIN_BLOCKS = 4
+_LATENT_WORKERS_PER_SM = 2
 
-
-_ONE_TILE = (1, MAX_GROUP)
+_ONE_TILE = (1, MIN_ROWS)
 # In a fixed order: a segment has at least this many tokens, and a request at most so many segments and tokens behind
 # its context.
 _SEGMENT, _MOST_SEGMENTS, _AHEAD = 256, 256, 64
@@ -52,12 +54,15 @@ class TritonAttentionBackend(AttentionBackend):
         kv_pool: KVPool,
         first_layer: int = 0,
         rules: Mapping[int, LayerRules] = NO_RULES,
-        fixed: tuple[int, int] | None = None,
+        num_heads: int | None = None,
+        longest: int | None = None,
     ) -> None:
-        """``first_layer``: the first of these layers. ``fixed``: if sums shall have an order that depends on positions
-        alone, the longest sequence and the number of query heads."""
-        keys = self._keys = kv_pool.row(first_layer, "k")
+        """``first_layer``: the first of these layers. ``num_heads``: query heads; None: at most 16 share a KV head.
+        ``longest``: the longest sequence, if sums shall have an order that depends on positions alone."""
+        first = rules.get(first_layer, PLAIN)
+        keys = self._keys = kv_pool.row(first_layer, first.rows[0])
         head_dim = keys.shape[2]
+        self._shared, self._value_dim = first.shared, first.value_dim or head_dim
         self.kv_pool = kv_pool
         self.rules, self.window = rules, window_of(rules)
         self.num_sms = 1
@@ -69,15 +74,15 @@ class TritonAttentionBackend(AttentionBackend):
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
             self._large_blocks = not self._wide and device.major in _LARGE_SHARED
-        self._segment, self._max_segments, self._fixed_group = 0, 0, 1
-        if fixed is not None:
-            longest, self._fixed_group = fixed[0] + _AHEAD, fixed[1] // keys.shape[1]
+        self._group = 1 if num_heads is None else num_heads // keys.shape[1]
+        self._segment, self._max_segments = 0, 0
+        if longest is not None:
             self._segment = _SEGMENT
-            while longest > self._segment * _MOST_SEGMENTS:
+            while longest + _AHEAD > self._segment * _MOST_SEGMENTS:
                 self._segment *= 2
-            self._max_segments = -(-longest // self._segment)
+            self._max_segments = -(-(longest + _AHEAD) // self._segment)
         self._workspaces: dict[tuple[tuple[int, int], int], DecodeWorkspace] = {}  # by tiles and rows that are merged
-        self.workspace = self._workspace(self._fixed_group)
+        self.workspace = self._workspace(self._group)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
@@ -112,7 +117,10 @@ class TritonAttentionBackend(AttentionBackend):
         requests. A single request is limited by latency, and one worker merges all of its pieces, so these are few; all
         other batches get enough pipeline stages to keep the memory busy."""
         if self._segment:
-            return self._fixed_config(self._fixed_group)
+            return self._fixed_config(self._group)
+        tiles = query_tiles(self._group)
+        if self._shared or tiles != _ONE_TILE:
+            return self._config_of_tiles(tiles)
         if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
         if self._wide:
@@ -133,6 +141,19 @@ class TritonAttentionBackend(AttentionBackend):
         tiles = query_tiles(num_queries * group)
         if tiles == _ONE_TILE:
             return self.decode_config(batch)
+        return self._config_of_tiles(tiles)
+
+    def _config_of_tiles(self, tiles: tuple[int, int]) -> DecodeConfig:
+        """How a decode or verify step is divided whose query rows make ``tiles``."""
+        if self._shared:
+            # The sums of 64 rows fill the registers of eight warps, those of 32 rows half of that.
+            is_large = tiles[1] == 64 or self._keys.element_size() > 2
+            num_workers = max(self._num_workers(1 if is_large else _LATENT_WORKERS_PER_SM) // tiles[0], 1)
+            if self._keys.element_size() > 2:
+                return DecodeConfig(16, num_workers, 8, 1, self._launch_pdl, min_blocks=2 * _LATENT_MIN_BLOCKS)
+            return DecodeConfig(
+                32, num_workers, 8 if is_large else 4, 5, self._launch_pdl, min_blocks=_LATENT_MIN_BLOCKS
+            )
         num_workers = max(self._num_workers(2) // tiles[0], 1)
         if self._keys.element_size() > 2:
             return DecodeConfig(32, num_workers, 4, 2, self._launch_pdl)
@@ -160,6 +181,8 @@ class TritonAttentionBackend(AttentionBackend):
             block_n, num_warps, num_stages = self._fixed_blocks
             tiles = 2 if max_rows > 64 and block_n == 64 else 1  # twice the rows take twice the warps
             return ExtendConfig(64 * tiles, block_n, num_warps * tiles, num_stages, self._segment)
+        if self._shared:
+            return ExtendConfig(16, 16, 4, 1) if self._keys.element_size() > 2 else ExtendConfig(64, 32, 8, 2)
         if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if self._wide:
@@ -180,8 +203,9 @@ class TritonAttentionBackend(AttentionBackend):
         tiles = query_tiles(num_rows, fixed)
         rows = min(1 << (num_rows - 1).bit_length(), tiles[1]) if fixed else tiles[1]
         if (tiles, rows) not in self._workspaces:
-            per_sm = _FIXED_WORKERS_PER_SM if fixed else _MAX_WORKERS_PER_SM
-            num_kv_heads, head_dim = self._keys.shape[1:]
+            per_sm = _LATENT_WORKERS_PER_SM if self._shared else _MAX_WORKERS_PER_SM
+            per_sm = _FIXED_WORKERS_PER_SM if fixed else per_sm
+            num_kv_heads, head_dim = self._keys.shape[1], self._value_dim
             max_workers = self._num_workers(per_sm) // tiles[0]
             if fixed:
                 of_worker = 4 * tiles[0] * num_kv_heads * self._max_segments * rows * head_dim
@@ -215,8 +239,7 @@ class _DecodePlan(AttentionPlan):
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
-        keys, values = pool.row(layer_id, "k"), pool.row(layer_id, "v")
-        _group(q, keys)
+        keys, values = (pool.row(layer_id, name) for name in rules.rows)
         return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules)
 
 
@@ -239,27 +262,15 @@ class _ExtendPlan(AttentionPlan):
 
     def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
         pool, query_starts = self._backend.kv_pool, self._inputs.query_starts
-        keys, values = pool.row(layer_id, "k"), pool.row(layer_id, "v")
-        group = _group(q, keys)
+        rules = self._backend.rules.get(layer_id, PLAIN)
+        keys, values = (pool.row(layer_id, name) for name in rules.rows)
         if self._cut is None:
             lens = self._inputs.query_lens_cpu
-            config = self._backend.extend_config(int(lens.max()) * group)
+            config = self._backend.extend_config(int(lens.max()) * (q.shape[1] // keys.shape[1]))
             heads = q.shape[1], keys.shape[1]
             num_sms, window = self._backend.num_sms, self._backend.window
             grid = extend_grid(lens, self._inputs.seq_lens_cpu, heads, config, num_sms, window)
             self._cut = config, grid
         config, grid = self._cut
         assert query_starts is not None
-        rules = self._backend.rules.get(layer_id, PLAIN)
         return extend_attention(q, keys, values, self._requests, query_starts, grid, scale, config, out, rules)
-
-
-def _group(q: torch.Tensor, keys: torch.Tensor) -> int:
-    """Query heads for each KV head. Raises ValueError if there are too many."""
-    group = q.shape[1] // keys.shape[1]
-    if group > MAX_GROUP:
-        raise ValueError(
-            f"--attention-backend triton supports at most {MAX_GROUP} query heads for each KV head, this model has "
-            f"{group}: use --attention-backend flashinfer or torch"
-        )
-    return group

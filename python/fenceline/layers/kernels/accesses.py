@@ -24,6 +24,13 @@ rotate_and_store = declared(
     "out_slots table[positions] q_weight k_weight | > qkv -> qkv k_cache[out_slots] v_cache[out_slots]",
 )
 
+# See ``store_latent.store_latent``. Of ``out`` it writes the rotated part of each query, and the row.
+store_latent = declared(
+    "store_latent",
+    "queries row norm_weight table positions out cache_rows out_slots",
+    "out_slots table[positions] norm_weight | > queries row -> out cache_rows[out_slots]",
+)
+
 # ``skinny_gemm.skinny_linear``, of which only the kernel of one row reads weights before its wait, and
 # fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
 # its own (``rms_norm``). ``out`` is the residual if there is one.

@@ -103,9 +103,10 @@ class LayerKernels:
         """x [T, K] @ weight [N, K] transposed + bias [N] → a new tensor [T, N]."""
         return F.linear(x, weight, bias)
 
-    def by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, H, K], each head times the transpose of its own matrix in ``weight`` [H, N, K] → [T, H, N]."""
-        return (x.transpose(0, 1) @ weight.transpose(1, 2)).transpose(0, 1)
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """x [T, H, K], each head times the transpose of its own matrix in ``weight`` [H, N, K] → ``out`` [T, H, N]. The
+        last axis of x and ``out`` is contiguous."""
+        return out.copy_((x.transpose(0, 1) @ weight.transpose(1, 2)).transpose(0, 1))
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor of x's type."""
@@ -148,14 +149,36 @@ class LayerKernels:
             rotated = (self.rms_norm(q, norms.q_weight, norms.eps), self.rms_norm(k, norms.k_weight, norms.eps))
         q.copy_(apply_rotary(rotated[0], cos, sin))
         k.copy_(apply_rotary(rotated[1], cos, sin))
-        for x, cache, scale in ((k, k_cache, kv_scales.k), (v, v_cache, kv_scales.v)):
-            if cache.dtype == x.dtype:
-                cache.index_copy_(0, out_slots, x)
-            else:
-                rounded = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(cache.dtype)
-                # torch has no index_copy_ for FP8, so the rows are copied as bytes.
-                cache.view(torch.uint8).index_copy_(0, out_slots, rounded.view(torch.uint8))
-                x.copy_(rounded)
+        _store(k, k_cache, out_slots, kv_scales.k)
+        _store(v, v_cache, out_slots, kv_scales.v)
+
+    def store_latent(
+        self,
+        queries: torch.Tensor,
+        row: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+        cache_rows: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        """The rows of latent attention: ``row`` [T, rank + rope], its first part normalised and its second rotated,
+        goes to ``out[:, H]`` and to the pool. The last rope features of each query in ``queries`` [T, H, features] are
+        rotated and go to the end of its place ``out[:, h]``.
+
+        ``norm_weight`` [rank]; ``table`` and positions: see ``rotate_and_store``; ``out`` [T, H + 1, rank + rope];
+        ``cache_rows`` [num_slots, 1, rank + rope]; out_slots [T] int64. If the cache is FP8, the row is rounded in both
+        places.
+        """
+        num_heads, rank = queries.shape[1], len(norm_weight)
+        latent, common = row.split((rank, row.shape[1] - rank), 1)
+        rotated = torch.cat((queries[..., queries.shape[2] - common.shape[1] :], common.unsqueeze(1)), 1)
+        out[..., rank:] = apply_rotary(rotated, *rotary_angles(table, positions))
+        stored = out[:, num_heads:]
+        stored[:, 0, :rank] = self.rms_norm(latent.contiguous(), norm_weight, eps)
+        _store(stored, cache_rows, out_slots)
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, K] of any float type by ``weight`` [num_experts, K] float32, transposed → [T, num_experts] float32."""
@@ -253,6 +276,17 @@ class LayerKernels:
         pairs = torch.where(live, y.view(*routing.ids.shape, -1).float(), 0.0)
         total = (pairs * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
         return total if residual is None else residual.add_(total)
+
+
+def _store(x: torch.Tensor, cache: torch.Tensor, out_slots: torch.Tensor, scale: float = 1.0) -> None:
+    """Write x [T, heads, features] to its slots. If the cache is FP8, x becomes what is stored, rounded x / scale."""
+    if cache.dtype == x.dtype:
+        cache.index_copy_(0, out_slots, x)
+    else:
+        rounded = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(cache.dtype)
+        # torch has no index_copy_ for FP8, so the rows are copied as bytes.
+        cache.view(torch.uint8).index_copy_(0, out_slots, rounded.view(torch.uint8))
+        x.copy_(rounded)
 
 
 def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tensor:

@@ -66,8 +66,10 @@ class FixedOrderKernels(LayerKernels):
     def prepare_linear(self, n: int, k: int, dtype: torch.dtype) -> None:
         try_products(n, k, dtype, _ROWS, F.linear)
 
-    def by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.stack([linear(rows.contiguous(), own) for rows, own in zip(x.unbind(1), weight, strict=True)], 1)
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        for rows, own, into in zip(x.unbind(1), weight, out.unbind(1), strict=True):
+            into.copy_(linear(rows.contiguous(), own))
+        return out
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         return (1 + (-x.float()).exp()).reciprocal().to(x.dtype)

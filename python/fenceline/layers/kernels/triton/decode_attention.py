@@ -21,6 +21,9 @@ The rows of a worker's matrix products are the query heads that share its KV hea
 there are more than ``_MAX_ROWS`` rows, they are cut into tiles with workers of their own. These read the same keys and
 values, mostly from L2.
 
+If one row holds a token's key and value (a latent), its value is the key's first features. They are read once for both
+products; the key's other features, its tail, are a product of their own.
+
 With a window, the blocks of a request begin at the first token to which one of its queries may attend. A sink is one
 more score; the piece that has a request's first block begins with it.
 
@@ -44,8 +47,7 @@ from triton.language.extra import cuda as tl_cuda
 from fenceline.layers.attention.base import PLAIN, LayerRules
 from fenceline.layers.forward_batch import QueryTree
 
-# The query heads of one KV head are the rows of a matrix product, which has at least 16 rows.
-MAX_GROUP = 16
+MIN_ROWS = 16  # of a matrix product
 _MAX_ROWS = 64  # the sums of this many rows fit in a worker's registers
 _LOG2_E = 1.4426950408889634
 _SECTOR_BYTES = tl.constexpr(32)  # the smallest unit that a cache fetches
@@ -61,8 +63,9 @@ class DecodeConfig:
     ``launch_pdl``: overlap the launch with the end of the preceding kernel (sm_90 and later), and meanwhile fetch the
     first ``num_prefetched`` blocks of each worker into L2. ``max_registers``: how many registers a thread may use; with
     fewer, more workers run on a multiprocessor at once. ``merge_elements`` (a power of two): how many elements of
-    partial results each warp holds in registers at once while it merges. ``segment``: the tokens of a segment, a
-    multiple of ``block_n``; 0: there are none, and workers' sections are cut anywhere.
+    partial results each warp holds in registers at once while it merges. ``min_blocks``: a worker that has anything to
+    do has at least so many blocks, because a worker alone merges a request's pieces. ``segment``: the tokens of a
+    segment, a multiple of ``block_n``; 0: there are none, and workers' sections are cut anywhere.
     """
 
     block_n: int
@@ -73,15 +76,16 @@ class DecodeConfig:
     max_registers: int | None = None
     num_prefetched: int = 2
     merge_elements: int = 2048
+    min_blocks: int = 1
     segment: int = 0
 
 
 class DecodeWorkspace:
     """Memory for the partial results of up to ``max_workers`` workers for each KV head and tile. Every launch uses the
-    same memory. ``tiles``: how the query rows are cut, see :func:`query_tiles`. ``segments`` of a request and ``rows``
-    (a power of two) of a tile at most have partial results, with ``DecodeConfig.segment``; 0: without it. Launches that
-    share a workspace must be on one stream. Only requests that several workers share use it, and only within a
-    launch."""
+    same memory. ``head_dim`` is that of values. ``tiles``: how the query rows are cut, see :func:`query_tiles`.
+    ``segments`` of a request and ``rows`` (a power of two) of a tile at most have partial results, with
+    ``DecodeConfig.segment``; 0: without it. Launches that share a workspace must be on one stream. Only requests that
+    several workers share use it, and only within a launch."""
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class DecodeWorkspace:
         head_dim: int,
         max_workers: int,
         device: torch.device,
-        tiles: tuple[int, int] = (1, MAX_GROUP),
+        tiles: tuple[int, int] = (1, MIN_ROWS),
         segments: int = 0,
         rows: int = 0,
     ) -> None:
@@ -111,7 +115,7 @@ class DecodeWorkspace:
 def query_tiles(num_rows: int, fixed: bool = False) -> tuple[int, int]:
     """How the ``num_rows`` = queries x group of a request and KV head are cut: (number of tiles, rows of each).
     ``fixed``: tiles have as many rows for few as for many."""
-    rows = _MAX_ROWS if fixed else min(max(triton.next_power_of_2(num_rows), MAX_GROUP), _MAX_ROWS)
+    rows = _MAX_ROWS if fixed else min(max(triton.next_power_of_2(num_rows), MIN_ROWS), _MAX_ROWS)
     return -(-num_rows // rows), rows
 
 
@@ -141,7 +145,7 @@ def decode_attention(
     ``rules``: see ``LayerRules``; sinks are contiguous.
 
     q [B * num_queries, H, D], one request after the other, its heads contiguous, tokens possibly strided; k_cache,
-    v_cache [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16. ``tree`` says
+    v_cache [num_slots, Hkv, D], contiguous, in q's dtype or FP8; one tensor if ``rules.shared``. ``tree`` says
     to which tokens each query attends; the keys and values of all of them must be finite. Softmax statistics and sums
     are float32. A query that attends to no token (in a request shorter than its queries) gets finite numbers. One
     launch on the current stream, which a graph may capture; no host synchronisation.
@@ -161,13 +165,14 @@ def decode_attention(
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert requests.rows.shape == requests.seq_lens.shape == (batch,)
-    assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
+    assert group * num_kv_heads == num_heads
     assert 1 <= config.num_workers <= workspace.max_workers, (config, workspace.max_workers)
     paths = num_queries if config.segment and tree.ancestors is not None else 0
     if paths:
         num_queries = 1
     num_tiles, rows = tiles = query_tiles(num_queries * group, config.segment > 0)
-    assert workspace.shape == (num_kv_heads, head_dim, tiles), (workspace.shape, k_cache.shape, tiles)
+    value_dim, tail = split_row(head_dim, v_cache, k_cache, rules)
+    assert workspace.shape == (num_kv_heads, value_dim, tiles), (workspace.shape, k_cache.shape, tiles)
     assert requests.page_table.dtype == torch.int32 and requests.page_table.stride(1) == 1
     assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
     assert requests.rows.is_contiguous() and requests.seq_lens.is_contiguous()
@@ -176,24 +181,27 @@ def decode_attention(
     assert tree.ancestors is None or not window or window >= tree.num_nodes, (window, tree.num_nodes)
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dim_pad = padded_head_dim(head_dim)
+    dim_pad = padded_head_dim(value_dim)
     merged_rows = min(triton.next_power_of_2(num_queries * group), rows)
     if paths:
         batch, num_nodes = batch * paths, 1
     if config.segment:
         assert config.segment % config.block_n == 0
         assert workspace.segments and workspace.rows == merged_rows, (workspace.segments, workspace.rows)
+    merge_elements = config.merge_elements * config.num_warps
+    part = max(min(merged_rows, merge_elements // dim_pad), 1)
     _decode_kernel[(num_tiles * num_kv_heads, config.num_workers)](
         q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors,
         sinks, workspace.partial, workspace.stats, workspace.num_done,
         batch, scale * _LOG2_E, rules.soft_cap * _LOG2_E, q.stride(0), requests.page_table.stride(0),
-        NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=group,
+        NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=value_dim, DIM_PAD=dim_pad, TAIL=tail,
+        TAIL_PAD=padded_head_dim(tail), SHARED=rules.shared, GROUP=group,
         NUM_QUERIES=num_queries, NUM_NODES=num_nodes, TREE=tree.ancestors is not None and not paths, ROWS=rows,
         PATHS=paths, PATH_NODES=tree.num_nodes if paths else 0, WINDOW=window, CAPS=rules.soft_cap != 0,
         SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
-        SEGMENT=config.segment, MAX_SEGMENTS=workspace.segments,
-        MERGE=max(config.merge_elements * config.num_warps // (merged_rows * dim_pad), 1),
+        MIN_BLOCKS=config.min_blocks, SEGMENT=config.segment, MAX_SEGMENTS=workspace.segments,
+        PART=part, MERGE=max(merge_elements // (part * dim_pad), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
@@ -206,6 +214,14 @@ def padded_head_dim(head_dim: int) -> int:
     return max(triton.next_power_of_2(head_dim), 16)
 
 
+def split_row(head_dim: int, v_cache: torch.Tensor, k_cache: torch.Tensor, rules: LayerRules) -> tuple[int, int]:
+    """Of how many features a value consists, and how many a key has behind these."""
+    value_dim = rules.value_dim or head_dim
+    assert value_dim == head_dim or rules.shared, "values of their own are as wide as keys"
+    assert not rules.shared or v_cache.data_ptr() == k_cache.data_ptr(), "one row, one tensor"
+    return value_dim, head_dim - value_dim
+
+
 def padded_batch(batch: int) -> int:
     """``batch`` rounded up: the number of lengths that a worker reads. Each value compiles a kernel."""
     return next((size for size in (1, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
@@ -216,11 +232,12 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, ancestors_ptr, sinks_ptr, partial_ptr,
     stats_ptr, num_done_ptr, batch, scale_log2, cap_log2, q_stride, page_table_stride,
     NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
     PATHS: tl.constexpr, PATH_NODES: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
-    NUM_PREFETCHED: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, PART: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
     lane, worker = tl.program_id(0), tl.program_id(1)
@@ -228,7 +245,8 @@ def _decode_kernel(
         head, first_row = lane, 0
     else:
         head, first_row = lane % NUM_KV_HEADS, lane // NUM_KV_HEADS * ROWS
-    UNIT: tl.constexpr = SEGMENT if SEGMENT > 0 else BLOCK_N  # what a worker has at least
+    UNIT: tl.constexpr = SEGMENT if SEGMENT > 0 else BLOCK_N  # what a worker's section is a multiple of
+    WIDTH: tl.constexpr = HEAD_DIM + TAIL  # of a head's query, key and place in the result
     if PDL:
         tl_cuda.gdc_launch_dependents()
     # Before the wait the kernel may write nothing, and may not read what the preceding kernel writes.
@@ -236,7 +254,7 @@ def _decode_kernel(
         request, request_first = 0, 0
         seq_len, table_row, path = _request(seq_lens_ptr, rows_ptr, ancestors_ptr, request, PATHS, PATH_NODES)
         total = _num_units(seq_len, NUM_NODES, WINDOW, UNIT)
-        stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
+        stretch = _stretch(total, NUM_WORKERS, MIN_BLOCKS)
         unit = worker * stretch
     else:
         ids = tl.arange(0, BATCH_PAD)
@@ -248,19 +266,20 @@ def _decode_kernel(
             seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
         num_blocks = _num_units(seq_lens, NUM_NODES, WINDOW, UNIT)
         total = tl.sum(num_blocks, 0)
-        stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
+        stretch = _stretch(total, NUM_WORKERS, MIN_BLOCKS)
         unit = worker * stretch
         ends = tl.cumsum(num_blocks, 0)
         request = tl.minimum(tl.sum((ends <= unit).to(tl.int32), 0), batch - 1)
         request_first = tl.max(tl.where(ends <= unit, ends, 0), 0)
         seq_len, table_row, path = _request(seq_lens_ptr, rows_ptr, ancestors_ptr, request, PATHS, PATH_NODES)
     last_unit = tl.minimum(unit + stretch, total)
+    k_head = k_ptr + head * WIDTH
+    v_head = k_head if SHARED else v_ptr + head * HEAD_DIM
     if NUM_PREFETCHED > 0:
         first_block, end_block = _blocks(unit, last_unit, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N)
         _prefetch(
-            k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
-            first_block, end_block, seq_len,
-            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
+            k_head, v_head, page_table_ptr + table_row * page_table_stride, first_block, end_block, seq_len,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
         )  # fmt: skip
     if PDL:
         tl_cuda.gdc_wait()
@@ -269,11 +288,10 @@ def _decode_kernel(
     queries = (first_row + rows) // GROUP
     query_live = queries < NUM_QUERIES
     row_live = in_heads(query_live[:, None], dims, HEAD_DIM, DIM_PAD)
-    q_offsets = _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
-    out_stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    out_offsets = (
-        _row_offsets(first_row + rows, head, out_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
-    )
+    q_rows = _row_offsets(first_row + rows, head, q_stride, GROUP, WIDTH, NUM_QUERIES)[:, None]
+    q_offsets = q_rows + dims[None, :]
+    out_stride: tl.constexpr = NUM_KV_HEADS * GROUP * WIDTH
+    out_offsets = _row_offsets(first_row + rows, head, out_stride, GROUP, WIDTH, NUM_QUERIES)[:, None] + dims[None, :]
     ancestors = tl.zeros([ROWS], tl.int64)
     sinks = tl.full([ROWS], _NO_SCORE, tl.float32)
     if SINKS:
@@ -288,6 +306,13 @@ def _decode_kernel(
         )
         first_query = tl.cast(request, tl.int64) * NUM_QUERIES
         q = tl.load(q_ptr + first_query * q_stride + q_offsets, mask=row_live, other=0.0)
+        q_tail = q
+        if TAIL > 0:
+            in_tail = tl.arange(0, TAIL_PAD)
+            q_tail = tl.load(
+                q_ptr + first_query * q_stride + q_rows + (HEAD_DIM + in_tail)[None, :],
+                mask=in_heads(query_live[:, None], in_tail, TAIL, TAIL_PAD), other=0.0,
+            )  # fmt: skip
         if TREE:
             ancestors = tl.load(ancestors_ptr + first_query + queries, mask=query_live, other=0)
         top = tl.full([ROWS], _NO_SCORE, tl.float32)
@@ -296,7 +321,6 @@ def _decode_kernel(
             begins = unit == request_first
             top, norm = tl.where(begins, sinks, top), norm + tl.where(begins, 1.0, 0.0)
         at = rows[:, None] * HEAD_DIM + dims[None, :]
-        k_head, v_head = k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM
         table = page_table_ptr + table_row * page_table_stride
         if SEGMENT > 0:
             acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -307,10 +331,10 @@ def _decode_kernel(
                     segment, segment + 1, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N
                 )  # fmt: skip
                 part, part_top, part_norm = _attend(
-                    q, queries, ancestors, tl.full([ROWS], _NO_SCORE, tl.float32), tl.zeros([ROWS], tl.float32),
+                    q, q_tail, queries, ancestors, tl.full([ROWS], _NO_SCORE, tl.float32), tl.zeros([ROWS], tl.float32),
                     k_head, v_head, table, first_block, end_block, seq_len, path, scale_log2, cap_log2,
-                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, PATH_NODES, ROWS, WINDOW, CAPS,
-                    PAGE_SIZE, BLOCK_N,
+                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, NUM_QUERIES, NUM_NODES, TREE, PATH_NODES,
+                    ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
                 )  # fmt: skip
                 piece = _segment_piece(
                     lane, request_first // stretch, segment - request_first, NUM_WORKERS, MAX_SEGMENTS
@@ -323,10 +347,10 @@ def _decode_kernel(
         else:
             first_block, end_block = _blocks(unit, stop, request_first, seq_len, NUM_NODES, WINDOW, UNIT, BLOCK_N)
             acc, top, norm = _attend(
-                q, queries, ancestors, top, norm, k_head, v_head, table, first_block, end_block, seq_len, path,
+                q, q_tail, queries, ancestors, top, norm, k_head, v_head, table, first_block, end_block, seq_len, path,
                 scale_log2, cap_log2,
-                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, NUM_QUERIES, NUM_NODES, TREE, 0, ROWS, WINDOW, CAPS, PAGE_SIZE,
-                BLOCK_N,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, NUM_QUERIES, NUM_NODES, TREE, 0,
+                ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
             )  # fmt: skip
         out_row = out_ptr + first_query * out_stride
         if (unit == request_first) & (stop == request_end):
@@ -349,14 +373,15 @@ def _decode_kernel(
                 if SEGMENT > 0:
                     _merge_segments(
                         out_row, partial_ptr, stats_ptr, sinks_ptr, lane, first_row, first_worker,
-                        request_end - request_first, NUM_WORKERS, MAX_SEGMENTS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, GROUP,
-                        NUM_QUERIES, MERGED_ROWS, SINKS,
+                        request_end - request_first, NUM_WORKERS, MAX_SEGMENTS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL,
+                        GROUP, NUM_QUERIES, MERGED_ROWS, SINKS,
                     )  # fmt: skip
                 else:
-                    _merge(
-                        out_row, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker,
-                        NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, GROUP, NUM_QUERIES, ROWS, MERGED_ROWS, MERGE,
-                    )  # fmt: skip
+                    for begin in tl.range(0, MERGED_ROWS, PART, num_stages=1):
+                        _merge(
+                            out_row, partial_ptr, stats_ptr, lane, first_row, begin, first_worker, last_worker,
+                            NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, GROUP, NUM_QUERIES, ROWS, PART, MERGE,
+                        )  # fmt: skip
         unit = stop
         request, request_first = next_request, request_end
         seq_len, table_row, path = next_seq_len, next_table_row, next_path
@@ -407,6 +432,15 @@ def _num_units(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.
 
 
 @triton.jit
+def _stretch(total, NUM_WORKERS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """How many of the batch's ``total`` units each worker has."""
+    stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
+    if MIN_BLOCKS > 1:
+        stretch = tl.maximum(stretch, MIN_BLOCKS)
+    return stretch
+
+
+@triton.jit
 def _blocks(
     unit, stop, request_first, seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -422,35 +456,40 @@ def _blocks(
 
 
 @triton.jit
-def _row_offsets(rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr):
+def _row_offsets(rows, head, token_stride, GROUP: tl.constexpr, WIDTH: tl.constexpr, NUM_QUERIES: tl.constexpr):
     """Where rows begin, relative to a request's first query. Row r is query r // GROUP, and head r % GROUP of those
     that share KV head ``head``."""
     if NUM_QUERIES == 1:  # rows past the group are not live
-        offsets = (head * GROUP + rows) * HEAD_DIM
+        offsets = (head * GROUP + rows) * WIDTH
     else:
-        offsets = rows // GROUP * token_stride + (head * GROUP + rows % GROUP) * HEAD_DIM
+        offsets = rows // GROUP * token_stride + (head * GROUP + rows % GROUP) * WIDTH
     return offsets
 
 
 @triton.jit
 def _prefetch(
     k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
+    DIM_PAD: tl.constexpr, TAIL: tl.constexpr, TAIL_PAD: tl.constexpr, SHARED: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, except the tokens of its queries. All
     multiprocessors share L2, so data that is written after the prefetch is read correctly."""
     SECTOR: tl.constexpr = _SECTOR_BYTES * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
     sectors = tl.arange(0, DIM_PAD // SECTOR if DIM_PAD > SECTOR else 1) * SECTOR
+    in_tail = tl.arange(0, TAIL_PAD // SECTOR if TAIL_PAD > SECTOR else 1) * SECTOR
     for ahead in tl.static_range(NUM_BLOCKS):
         positions = (first_block + ahead) * BLOCK_N + tl.arange(0, BLOCK_N)
         live = (positions < seq_len - NUM_QUERIES) & (first_block + ahead < last_block)
         pages = tl.load(table_ptr + positions // PAGE_SIZE, mask=live, other=0)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + sectors[None, :]
         wanted = in_heads(live[:, None], sectors, HEAD_DIM, DIM_PAD)
-        _prefetch_sectors(k_ptr + offsets, wanted)
-        _prefetch_sectors(v_ptr + offsets, wanted)
+        keys = k_ptr + slots[:, None] * (NUM_KV_HEADS * (HEAD_DIM + TAIL))
+        _prefetch_sectors(keys + sectors[None, :], wanted)
+        if TAIL > 0:
+            in_row = in_heads(live[:, None], in_tail, TAIL, TAIL_PAD)
+            _prefetch_sectors(keys + (HEAD_DIM + in_tail)[None, :], in_row)
+        if not SHARED:
+            _prefetch_sectors(v_ptr + slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + sectors[None, :], wanted)
 
 
 @triton.jit
@@ -463,17 +502,17 @@ def _prefetch_sectors(pointers, live):
 
 @triton.jit
 def _attend(
-    q, queries, ancestors, top, norm, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, path,
+    q, q_tail, queries, ancestors, top, norm, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, path,
     scale_log2, cap_log2,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, NUM_QUERIES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, NUM_QUERIES: tl.constexpr,
     NUM_NODES: tl.constexpr, TREE: tl.constexpr, PATH_NODES: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, CAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [ROWS, DIM_PAD] over some blocks of a request → sums [ROWS, DIM_PAD], largest scores [ROWS] and
-    norms [ROWS]. The latter two start with the values of ``top`` and ``norm``. Row r is query ``queries[r]`` with the
-    mask ``ancestors[r]``, both [ROWS]. A row that attends to no token in these blocks keeps ``_NO_SCORE`` as its
-    largest score, and so has no weight in a merge."""
-    dims = tl.arange(0, DIM_PAD)
+    """Attention of q [ROWS, DIM_PAD], with the tail [ROWS, TAIL_PAD] if there is one, over some blocks of a request →
+    sums [ROWS, DIM_PAD], largest scores [ROWS] and norms [ROWS]. The latter two start with the values of ``top`` and
+    ``norm``. Row r is query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. A row that attends to no token
+    in these blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     if WINDOW > 0:
         if TREE:
@@ -500,11 +539,10 @@ def _attend(
             slots = pages.to(tl.int64) * PAGE_SIZE + places % PAGE_SIZE
         else:
             slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
-        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-        wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
-        k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores, v = scores_and_values(
+            q, q_tail, k_ptr, v_ptr, slots, live, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, True
+        )
+        scores *= scale_log2
         if CAPS:
             scores = soft_capped(scores, cap_log2)
         if NUM_NODES == 1:
@@ -531,6 +569,43 @@ def _attend(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
     return acc, top, norm
+
+
+@triton.jit
+def scores_and_values(
+    q, q_tail, k_ptr, v_ptr, slots, live, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The products of q [ROWS, DIM_PAD] and its tail with the keys in ``slots`` [N], float32 [ROWS, N], and the values
+    there [N, DIM_PAD]. Without MASKED all of them are ``live``."""
+    STRIDE: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + TAIL)
+    k = _rows_at(k_ptr, slots, live, STRIDE, 0, HEAD_DIM, DIM_PAD, MASKED).to(q.dtype)
+    if SHARED:
+        v = k
+    else:
+        v = _rows_at(v_ptr, slots, live, NUM_KV_HEADS * HEAD_DIM, 0, HEAD_DIM, DIM_PAD, MASKED).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if TAIL > 0:
+        k_tail = _rows_at(k_ptr, slots, live, STRIDE, HEAD_DIM, TAIL, TAIL_PAD, MASKED).to(q.dtype)
+        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+    return scores, v
+
+
+@triton.jit
+def _rows_at(
+    ptr, slots, live, STRIDE: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """``SIZE`` features of each row from ``FIRST`` on, as [N, PAD]."""
+    dims = tl.arange(0, PAD)
+    at = ptr + slots[:, None] * STRIDE + (FIRST + dims)[None, :]
+    if MASKED:
+        rows = tl.load(at, mask=in_heads(live[:, None], dims, SIZE, PAD), other=0.0)
+    elif PAD > SIZE:
+        rows = tl.load(at, mask=(dims < SIZE)[None, :], other=0.0)
+    else:
+        rows = tl.load(at)
+    return rows
 
 
 @triton.jit
@@ -586,17 +661,18 @@ def _piece(lane, worker, begins, NUM_WORKERS: tl.constexpr):
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
-    NUM_QUERIES: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGE: tl.constexpr,
+    out_ptr, partial_ptr, stats_ptr, lane, first_row, begin, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
+    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a request's tile and store the result; ``out_ptr`` points to that of the first query."""
-    rows = tl.arange(0, MERGED_ROWS)
+    """Merge the pieces of PART rows from ``begin`` on of a request's tile and store the result; ``out_ptr`` points to
+    that of the first query."""
+    rows = begin + tl.arange(0, PART)
     dims = tl.arange(0, DIM_PAD)
     row_live = first_row + rows < NUM_QUERIES * GROUP
-    acc = tl.zeros([MERGED_ROWS, DIM_PAD], tl.float32)
-    top = tl.full([MERGED_ROWS], _NO_SCORE, tl.float32)
-    norm = tl.zeros([MERGED_ROWS], tl.float32)
+    acc = tl.zeros([PART, DIM_PAD], tl.float32)
+    top = tl.full([PART], _NO_SCORE, tl.float32)
+    norm = tl.zeros([PART], tl.float32)
     # Rows are the first axis, so each warp has its own rows, and a thread adds up pieces without exchanging data.
     for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
         workers = first + tl.arange(0, MERGE)
@@ -617,8 +693,8 @@ def _merge(
         acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], 1)
         top = new_top
     norm = tl.where(row_live, norm, 1.0)
-    stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM, NUM_QUERIES)
+    stride: tl.constexpr = NUM_KV_HEADS * GROUP * (HEAD_DIM + TAIL)
+    offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM + TAIL, NUM_QUERIES)
     out_at = out_ptr + offsets[:, None] + dims[None, :]
     wanted = in_heads(row_live[:, None], dims, HEAD_DIM, DIM_PAD)
     tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
@@ -635,7 +711,7 @@ def _segment_piece(lane, first_worker, segment, NUM_WORKERS: tl.constexpr, MAX_S
 def _merge_segments(
     out_ptr, partial_ptr, stats_ptr, sinks_ptr, lane, first_row, first_worker, num_segments, NUM_WORKERS: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, MERGED_ROWS: tl.constexpr, SINKS: tl.constexpr,
+    TAIL: tl.constexpr, GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, MERGED_ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the segments of a request's tile in order and store the result, like ``_merge``."""
     rows = tl.arange(0, MERGED_ROWS)
@@ -661,7 +737,7 @@ def _merge_segments(
             part_norm = tl.load(stats_at + MERGED_ROWS, mask=row_live & inside, other=0.0)
             acc, top, norm = merged(acc, top, norm, part, part_top, part_norm)
     norm = tl.where(row_live, norm, 1.0)
-    stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    offsets = _row_offsets(first_row + rows, head, stride, GROUP, HEAD_DIM, NUM_QUERIES)
+    stride: tl.constexpr = NUM_KV_HEADS * GROUP * (HEAD_DIM + TAIL)
+    offsets = _row_offsets(first_row + rows, head, stride, GROUP, HEAD_DIM + TAIL, NUM_QUERIES)
     out_at = out_ptr + offsets[:, None] + dims[None, :]
     tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)

@@ -28,7 +28,9 @@ from fenceline.layers.kernels.triton.decode_attention import (
     merged,
     padded_batch,
     padded_head_dim,
+    scores_and_values,
     soft_capped,
+    split_row,
     token_slots,
 )
 
@@ -40,6 +42,7 @@ _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that diffe
 # A split has at least this many keys, because merging partial results takes memory traffic and a launch.
 _SPLIT_TOKENS = 512
 _MOST_PARTIAL_ROWS = 1 << 18  # of splits that are segments, all together
+_MERGED_ELEMENTS = 4096  # of a program that merges splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,9 @@ def extend_attention(
 
     q [T, H, D], its heads contiguous, tokens possibly strided; the queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
-    in q's dtype or FP8. ``grid`` must be that of this batch and ``config``; more tiles do no
-    harm. Softmax statistics and sums are float32. ``rules``: see ``LayerRules``; sinks are contiguous. On the current
-    stream, no host synchronisation.
+    in q's dtype or FP8; one tensor if ``rules.shared``. ``grid`` must be that of this batch and ``config``; more tiles
+    do no harm. Softmax statistics and sums are float32. ``rules``: see ``LayerRules``; sinks are contiguous. On the
+    current stream, no host synchronisation.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
@@ -117,23 +120,26 @@ def extend_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-    dim_pad, partial, stats = padded_head_dim(head_dim), out, out
+    value_dim, tail = split_row(head_dim, v_cache, k_cache, rules)
+    dim_pad, partial, stats = padded_head_dim(value_dim), out, out
     if grid.num_splits > 1:
-        partial = torch.empty((grid.num_splits, *q.shape), dtype=torch.float32, device=q.device)
+        partial = torch.empty((grid.num_splits, *q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((grid.num_splits, 2, *q.shape[:2]), dtype=torch.float32, device=q.device)
     _extend_kernel[(num_kv_heads, grid.num_tiles, grid.num_splits)](
         q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens, query_starts,
         rules.sinks, batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E,
         q.stride(0), requests.page_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, GROUP=group,
-        PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SPLIT=grid.num_splits > 1, SEGMENT=config.segment, WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0,
-        SINKS=rules.sinks is not None, num_warps=config.num_warps, num_stages=config.num_stages,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=value_dim, DIM_PAD=dim_pad, TAIL=tail, TAIL_PAD=padded_head_dim(tail),
+        SHARED=rules.shared, GROUP=group, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=grid.num_splits > 1, SEGMENT=config.segment,
+        WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0, SINKS=rules.sinks is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if grid.num_splits > 1:
-        _merge_kernel[(len(q), num_kv_heads)](
-            partial, stats, out, rules.sinks, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
+        heads = max(min(triton.next_power_of_2(group), _MERGED_ELEMENTS // dim_pad), 1)
+        _merge_kernel[(len(q), -(-num_heads // heads))](
+            partial, stats, out, rules.sinks, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=value_dim,
+            DIM_PAD=dim_pad, TAIL=tail, HEADS=heads,
             SINKS=rules.sinks is not None and config.segment > 0, num_warps=4,
         )  # fmt: skip
     return out
@@ -143,8 +149,9 @@ def extend_attention(
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
     sinks_ptr, batch, num_tokens, scale_log2, cap_log2, q_stride, page_table_stride,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -165,13 +172,19 @@ def _extend_kernel(
 
     first_row = (tile - first_tile) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_live = (rows < num_queries * GROUP)[:, None]
+    query_live = (rows < num_queries * GROUP)[:, None]
     tokens = rows // GROUP
     heads = head * GROUP + rows % GROUP
     dims = tl.arange(0, DIM_PAD)
-    row_live = in_heads(row_live, dims, HEAD_DIM, DIM_PAD)
-    q_at = (start + tokens).to(tl.int64)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=row_live, other=0.0)
+    row_live = in_heads(query_live, dims, HEAD_DIM, DIM_PAD)
+    WIDTH: tl.constexpr = HEAD_DIM + TAIL  # of a head's query, key and place in the result
+    q_at = q_ptr + (start + tokens).to(tl.int64)[:, None] * q_stride + heads[:, None] * WIDTH
+    q = tl.load(q_at + dims[None, :], mask=row_live, other=0.0)
+    q_tail = q
+    if TAIL > 0:
+        in_tail = tl.arange(0, TAIL_PAD)
+        wanted = in_heads(query_live, in_tail, TAIL, TAIL_PAD)
+        q_tail = tl.load(q_at + (HEAD_DIM + in_tail)[None, :], mask=wanted, other=0.0)
 
     prefix = seq_len - num_queries
     num_visible_to_all = prefix + first_row // GROUP + 1
@@ -187,8 +200,8 @@ def _extend_kernel(
         first_block += tl.program_id(2) * stretch
         last_block = tl.minimum(first_block + stretch, last_block)
     full_end = tl.minimum(num_visible_to_all // BLOCK_N, last_block)
-    k_head = k_ptr + head * HEAD_DIM
-    v_head = v_ptr + head * HEAD_DIM
+    k_head = k_ptr + head * WIDTH
+    v_head = k_head if SHARED else v_ptr + head * HEAD_DIM
     table = page_table_ptr + table_row * page_table_stride
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
@@ -213,14 +226,14 @@ def _extend_kernel(
             if WINDOW == 0:
                 masked_from = tl.minimum(tl.maximum(full_end, begin), end)
                 part, part_top, part_norm = _attend(
-                    q, k_head, v_head, table, part, part_top, part_norm, prefix + tokens, begin, masked_from,
+                    q, q_tail, k_head, v_head, table, part, part_top, part_norm, prefix + tokens, begin, masked_from,
                     first_visible, num_visible, scale_log2, cap_log2,
-                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
+                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
                 )  # fmt: skip
             part, part_top, part_norm = _attend(
-                q, k_head, v_head, table, part, part_top, part_norm, prefix + tokens, masked_from, end,
+                q, q_tail, k_head, v_head, table, part, part_top, part_norm, prefix + tokens, masked_from, end,
                 first_visible, num_visible, scale_log2, cap_log2,
-                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
             )  # fmt: skip
             if SPLIT:
                 acc, top, norm = part, part_top, part_norm
@@ -232,20 +245,20 @@ def _extend_kernel(
             in_all_windows = tl.maximum(num_visible - WINDOW, 0)
             edge = tl.minimum((in_all_windows + BLOCK_N - 1) // BLOCK_N, last_block)
             acc, top, norm = _attend(
-                q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, edge,
+                q, q_tail, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, edge,
                 first_visible, num_visible, scale_log2, cap_log2,
-                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
             )  # fmt: skip
             first_block = tl.maximum(edge, first_block)
         acc, top, norm = _attend(
-            q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end,
+            q, q_tail, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end,
             first_visible, num_visible, scale_log2, cap_log2,
-            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
         )  # fmt: skip
         acc, top, norm = _attend(
-            q, k_head, v_head, table, acc, top, norm, prefix + tokens,
+            q, q_tail, k_head, v_head, table, acc, top, norm, prefix + tokens,
             tl.maximum(full_end, first_block), last_block, first_visible, num_visible, scale_log2, cap_log2,
-            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+            NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
         )  # fmt: skip
     out_rows = (start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     if SPLIT:
@@ -253,74 +266,63 @@ def _extend_kernel(
         stats_at = stats_ptr + 2 * rows_of_split + out_rows
         tl.store(stats_at, top, mask=rows < num_queries * GROUP)
         tl.store(stats_at + num_tokens * (NUM_KV_HEADS * GROUP), norm, mask=rows < num_queries * GROUP)
-        out_rows += rows_of_split
+        out_at = out_ptr + (rows_of_split + out_rows)[:, None] * HEAD_DIM + dims[None, :]
     else:
         acc = acc / norm[:, None]
-    out_at = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
+        out_at = out_ptr + out_rows[:, None] * WIDTH + dims[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_live)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_tokens"])
 def _merge_kernel(
     partial_ptr, stats_ptr, out_ptr, sinks_ptr, num_splits, num_tokens,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr, SINKS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one token's heads that share a KV head. A split in which a row sees no key has weight 0."""
-    group = tl.arange(0, GROUP_PAD)
-    live = group < GROUP
-    rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1) * GROUP + group
+    """Merge the splits of some of a token's heads. A split in which a row sees no key has weight 0."""
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    live = heads < NUM_HEADS
+    rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + heads
     dims = tl.arange(0, DIM_PAD)
     at = rows[:, None] * HEAD_DIM + dims[None, :]
     wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
     split_rows = num_tokens.to(tl.int64) * NUM_HEADS
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
-    norm = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([HEADS, DIM_PAD], tl.float32)
+    top = tl.full([HEADS], _NO_SCORE, tl.float32)
+    norm = tl.zeros([HEADS], tl.float32)
     if SINKS:
-        top = tl.load(sinks_ptr + tl.program_id(1) * GROUP + group, mask=live, other=0.0) * _LOG2_E_IN_KERNEL
+        top = tl.load(sinks_ptr + heads, mask=live, other=0.0) * _LOG2_E_IN_KERNEL
         norm += 1.0
     for split in tl.range(0, num_splits):
         split_top = tl.load(stats_ptr + 2 * split * split_rows + rows, mask=live, other=_NO_SCORE)
         split_norm = tl.load(stats_ptr + (2 * split + 1) * split_rows + rows, mask=live, other=1.0)
         partial = tl.load(partial_ptr + split * split_rows * HEAD_DIM + at, mask=wanted, other=0.0)
         acc, top, norm = merged(acc, top, norm, partial, split_top, split_norm)
-    tl.store(out_ptr + at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
+    out_at = out_ptr + rows[:, None] * (HEAD_DIM + TAIL) + dims[None, :]
+    tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, table_ptr, acc, top, norm, last_visible, first_block, last_block, first_visible, num_visible,
-    scale_log2, cap_log2,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
+    q, q_tail, k_ptr, v_ptr, table_ptr, acc, top, norm, last_visible, first_block, last_block, first_visible,
+    num_visible, scale_log2, cap_log2,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [BLOCK_M, DIM_PAD] over some blocks of keys. Row r attends to keys up to ``last_visible[r]``. No
-    row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read. A row that attends to no key
-    in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
-    dims = tl.arange(0, DIM_PAD)
+    """Attention of q [BLOCK_M, DIM_PAD], and its tail, over some blocks of keys. Row r attends to keys up to
+    ``last_visible[r]``. No row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read. A row
+    that attends to no key in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        if MASKED:
-            live = positions < num_visible
-            if WINDOW > 0:
-                live = live & (positions >= first_visible)
-            slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
-            offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-            wanted = in_heads(live[:, None], dims, HEAD_DIM, DIM_PAD)
-            k = tl.load(k_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
-            v = tl.load(v_ptr + offsets, mask=wanted, other=0.0).to(q.dtype)
-        else:
-            slots = token_slots(table_ptr, block, positions, positions, PAGE_SIZE, BLOCK_N, False)
-            offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-            if DIM_PAD > HEAD_DIM:
-                inside = (dims < HEAD_DIM)[None, :]
-                k = tl.load(k_ptr + offsets, mask=inside, other=0.0).to(q.dtype)
-                v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(q.dtype)
-            else:
-                k = tl.load(k_ptr + offsets).to(q.dtype)
-                v = tl.load(v_ptr + offsets).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        live = positions < num_visible
+        if WINDOW > 0:
+            live = live & (positions >= first_visible)
+        slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, MASKED)
+        scores, v = scores_and_values(
+            q, q_tail, k_ptr, v_ptr, slots, live, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, MASKED
+        )
+        scores *= scale_log2
         if CAPS:
             scores = soft_capped(scores, cap_log2)
         if MASKED:

@@ -131,7 +131,7 @@ def _rotate_and_store_kernel(
     x2 = tl.load(source + HALF, mask=live, other=0.0)
     if is_value:
         if ROUNDS:
-            r1, r2 = _rounded(x1, v_scale, v_cache), _rounded(x2, v_scale, v_cache)
+            r1, r2 = rounded(x1, v_scale, v_cache), rounded(x2, v_scale, v_cache)
             x1, x2 = r1.to(x1.dtype), r2.to(x2.dtype)
             tl.store(source, x1, mask=live)
             tl.store(source + HALF, x2, mask=live)
@@ -155,7 +155,7 @@ def _rotate_and_store_kernel(
             tl.store(source + HALF, y2, mask=live)
         else:
             if ROUNDS:
-                r1, r2 = _rounded(y1, k_scale, k_cache), _rounded(y2, k_scale, k_cache)
+                r1, r2 = rounded(y1, k_scale, k_cache), rounded(y2, k_scale, k_cache)
                 tl.store(k_cache + stored, r1, mask=live)
                 tl.store(k_cache + stored + HALF, r2, mask=live)
                 y1, y2 = r1.to(dtype), r2.to(dtype)
@@ -167,6 +167,6 @@ def _rotate_and_store_kernel(
 
 
 @triton.jit
-def _rounded(x, scale, cache):
+def rounded(x, scale, cache):
     """x / scale as the nearest number of the cache's type, E4M3."""
     return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -448.0), 448.0).to(cache.dtype.element_ty)
