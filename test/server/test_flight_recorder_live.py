@@ -105,6 +105,23 @@ def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
         assert LAST_WORDS.search(server.last_lines()), "named at the end"
 
 
+def test_a_wrong_page_is_reported_and_dumped(tmp_path: Path) -> None:
+    """--memory-check full: the answer is an error, and log and dump have the report."""
+    check = ("--memory-check", "full", "--page-size", "1")
+    with LiveServer.fake(*flags(tmp_path, *check), entry="run_wrong_page") as server:
+        with server.wait_ready().client() as client:
+            answer = client.post("/generate", json=BODY | {"rid": "storyteller"})
+            assert answer.status_code >= 500, answer.text
+        assert server.wait_exit() == 1
+        path = re.findall(r"the last steps are in (\S+)", server.output)[-1]
+        reason = json.loads(Path(path).read_text())["reason"]
+        assert reason in server.output and reason.startswith(
+            "OrderError: memory order: RAW on kv_pool page 1 (slots 1-1)"
+        )
+        assert "step 5 reads it on forward for request storyteller (row 1, tokens 1-1, lease 2" in reason
+        assert "the page table should name page 2; missing: step_slots or queued_match" in reason
+
+
 def test_a_step_that_never_ends_is_dumped_by_the_watchdog(tmp_path: Path) -> None:
     with LiveServer.fake(*flags(tmp_path, "--watchdog-timeout", str(WATCHDOG_S)), entry="run_hanging_step") as server:
         streaming = {**BODY, "stream": True}

@@ -1,4 +1,5 @@
-"""The real scheduler process with a defect: it loses a page, a step never ends, or a rank decides differently."""
+"""The real scheduler process with a defect: it loses a page, a table names a wrong one, a step never ends, or a rank
+decides differently."""
 
 from __future__ import annotations
 
@@ -20,6 +21,27 @@ def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
         self.pages.alloc(1)
 
     RequestMemory.release = losing  # type: ignore[method-assign]
+    run_scheduler_process(config, ports)
+
+
+def run_wrong_page(config: EngineConfig, ports: PortArgs) -> None:
+    """The fourth decode step finds its request's first page in the place of the second."""
+    from fenceline.model_executor.model_runner import ModelRunner
+    from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
+    from fenceline.scheduler.process import run_scheduler_process
+
+    launch = ModelRunner.launch
+    num_steps = 0
+
+    def launched(self: ModelRunner, batch: StepBatch) -> ForwardResult | HeldStep:
+        nonlocal num_steps
+        num_steps += batch.is_decode
+        if batch.is_decode and num_steps == 4:
+            table = self.req_pool.page_table[int(batch.rows[0])]
+            table[1] = table[0]
+        return launch(self, batch)
+
+    ModelRunner.launch = launched  # type: ignore[method-assign]
     run_scheduler_process(config, ports)
 
 

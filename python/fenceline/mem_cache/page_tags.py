@@ -63,6 +63,7 @@ ANY_POSITION = -1  # of a page from storage
 NO_POSITION = -2  # of a host page whose backup found a page that was not as it should be
 SPOILED = -1  # in place of the last layer's lease: the bytes are not those that were backed up
 MAX_FINDINGS = 8
+_MIN_SLOT_BYTES = 1 << 16  # the lists of 1,600 pages
 FIELDS = 11  # see PageFinding
 
 
@@ -319,7 +320,8 @@ class TransferTags:
             if slot.host.numel() >= nbytes and slot.end is not None and slot.end.passed:
                 slot.end = None
                 return slot
-        size, name = max(1 << (nbytes - 1).bit_length(), 4096), f"transfer_pages[{len(self._slots)}]"
+        self._device.synchronize()  # what the allocator hands out may be in use on another stream; a few times only
+        size, name = max(1 << (nbytes - 1).bit_length(), _MIN_SLOT_BYTES), f"transfer_pages[{len(self._slots)}]"
         host, on_device = self._device.host_buffer(size), self._device.device_buffer(size)
         memories = self._device.memory(f"{name}.pinned", host), self._device.memory(f"{name}.device", on_device)
         slot = _Slot(host, on_device, *memories)
