@@ -16,6 +16,7 @@ from fenceline.layers.weight import DenseWeight, RMSNorm
 from fenceline.memory_order.kernel import Kernel
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
+_FEW_HEAD_ROWS = 64  # of ``by_head``, whose import needs Triton
 _FEW_TOKENS, _TOKENS_A_PROGRAM = 16, 32  # of the router's kernels (``routing``, whose import needs Triton)
 _TORCH = LayerKernels()
 
@@ -64,6 +65,12 @@ class LaunchedLayerKernels(LayerKernels):
         weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
         operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)
         accesses.rotate_and_store.launch(compute, *operands)
+
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if len(x) > _FEW_HEAD_ROWS:
+            return _TORCH.by_head(x, weight, out)
+        accesses.by_head.launch(_TORCH.by_head, x, weight, out)
+        return out
 
     def store_latent(
         self,

@@ -18,6 +18,7 @@ from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Rout
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.layers.kernels.triton import (
     activation,
+    by_head,
     decode_attention,
     extend_attention,
     grouped_gemm,
@@ -51,6 +52,7 @@ def launches() -> Iterator[Launch]:
     yield from _activations()
     yield from _rotations()
     yield from _latents()
+    yield from _products_by_head()
     yield from _products()
     yield from _quantized_products()
     yield from _scaled_products()
@@ -140,6 +142,18 @@ def _latents() -> Iterator[Launch]:
         operands = (queries, row, _random(rank), table, positions, out, cache_rows, slots)
         name = f"store_latent {num_tokens}x{num_heads}"
         yield Launch(name, accesses.store_latent, operands, run, waits_in=store_latent)
+
+
+def _products_by_head() -> Iterator[Launch]:
+    # Rows, heads, K, outputs, whether the outputs' axis of a matrix is the contiguous one.
+    for rows, heads, k, n, transposed in ((3, 2, 20, 24, True), (1, 3, 24, 20, False), (17, 2, 33, 16, False)):
+        x, out = _random(rows, heads + 1, k + 6)[:, :heads, :k], _random(rows, heads + 1, n + 8)[:, :heads, 8:]
+        weight = _random(heads, k, n).transpose(1, 2) if transposed else _random(heads, n, k)
+
+        def run(pdl: bool, x: Any, weight: Any, out: Any) -> None:
+            by_head.by_head(x, weight, out, pdl)
+
+        yield Launch(f"by_head {rows}x{heads}x{k}x{n}", accesses.by_head, (x, weight, out), run, waits_in=by_head)
 
 
 def _products() -> Iterator[Launch]:

@@ -17,6 +17,7 @@ import triton
 from fenceline.layers.cuda_four_bit import four_bits_agree, product_by_parts
 from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
 from fenceline.layers.kernels.triton.activation import silu_and_mul
+from fenceline.layers.kernels.triton.by_head import MAX_ROWS, by_head
 from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_config, grouped_product
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
@@ -92,7 +93,9 @@ class CudaLayerKernels(LayerKernels):
         self._four_bits: dict[tuple[int, bool], bool] = {}
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        assert not self.fixed_order, "cuBLAS adds up in an order that depends on the number of rows"
+        assert not self.fixed_order, "the order of sums depends on the number of rows"
+        if len(x) <= MAX_ROWS:
+            return by_head(x, weight, out, self._pdl)
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
 

@@ -22,6 +22,7 @@ CHECKS = (
     "noise",
     "rotate_and_store_in_fp8",
     "store_latent",
+    "by_head",
     "sample_greedy",
     "sample_from_parts",
     "sample_masks",
@@ -35,6 +36,7 @@ PROGRAMMATIC = (
     "_silu_and_mul_kernel",
     "_rotate_and_store_kernel",
     "_store_latent_kernel",
+    "_by_head_kernel",
     "_embed_and_join_kernel",
     "_one_row_kernel",
     "_rows_kernel",
@@ -81,6 +83,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         skinny_gemm,
         store_latent,
     )
+    from fenceline.layers.kernels.triton import by_head as by_head_triton
     from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
     from fenceline.layers.kernels.triton import embed_join as embed_join_triton
     from fenceline.layers.kernels.triton import sample as sample_triton
@@ -97,6 +100,8 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         "ROW_STRIDE": 1536 + 576,
         "ROUNDS": False,
     }
+    by_head = {"N": 512, "K": 192, "BLOCK_N": 64, "BLOCK_K": 256, "ROWS": 64, "X_ROW": 20 * 256, "X_HEAD": 256}
+    by_head |= {"WEIGHT_HEAD": 448 * 512, "WEIGHT_N": 1, "WEIGHT_K": 512, "OUT_ROW": 21 * 576, "OUT_HEAD": 576}
     heads = {
         "NUM_HEADS": 32,
         "NUM_KV_HEADS": 8,
@@ -141,6 +146,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         ),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (store_latent._store_latent_kernel, 4, latents, {}),
+        (by_head_triton._by_head_kernel, 4, by_head, {}),
         (quantized_gemm._one_row_kernel, 4, one, {}),
         (skinny_gemm._rows_kernel, 4, dense, {}),
         (decode_prologue_triton._decode_prologue_kernel, 1, {"PAGE_SIZE": 64, "BLOCK": 32}, {}),
@@ -285,6 +291,29 @@ def check_store_latent() -> None:
             # The interpreter loses the carry of a number that is rounded up to a power of two.
             assert ((actual == expected) | (actual * 2 == expected)).float().mean() > 0.95
             assert (actual == expected).float().mean() > 0.9
+
+
+def check_by_head() -> None:
+    """Into and out of parts of wider rows, with matrices of every order, against torch in float64."""
+    from fenceline.layers.kernels.triton.by_head import by_head
+
+    for num_rows, num_heads, k, n in (
+        (1, 3, 192, 512),
+        (3, 2, 512, 256),
+        (17, 5, 20, 32),
+        (64, 1, 33, 24),
+        (0, 2, 8, 8),
+    ):
+        for dtype in (torch.float32, torch.float16):
+            x = random(num_rows, num_heads, k + 64, dtype=dtype)[..., :k]
+            for shape in ((num_heads, k, n), (num_heads, n, k)):
+                stored = random(*shape, dtype=dtype, seed=1) / k**0.5
+                weight = stored if shape[1] == n else stored.transpose(1, 2)
+                rows = torch.full((num_rows, num_heads + 1, n + 64), 7.0, dtype=dtype)
+                by_head(x, weight, rows[:, :num_heads, :n])
+                wanted = torch.einsum("thk,hnk->thn", x.double(), weight.double()).to(dtype)
+                close(rows[:, :num_heads, :n], wanted, ulps=4.0)
+                assert (rows[:, num_heads] == 7).all() and (rows[..., n:] == 7).all()
 
 
 def check_rotate_and_store_in_fp8() -> None:

@@ -24,6 +24,9 @@ rotate_and_store = declared(
     "out_slots table[positions] q_weight k_weight | > qkv -> qkv k_cache[out_slots] v_cache[out_slots]",
 )
 
+# See ``by_head.by_head``, for few rows.
+by_head = declared("by_head", "x weight out", "weight | > x -> out")
+
 # See ``store_latent.store_latent``. Of ``out`` it writes the rotated part of each query, and the row.
 store_latent = declared(
     "store_latent",

@@ -129,8 +129,8 @@ def _store_latent_kernel(
         heads = (block - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         live = (heads < NUM_HEADS)[:, None] & in_half[None, :]
         first = queries + token * QUERY_STRIDE + heads[:, None] * QUERY_DIM + (QUERY_DIM - 2 * HALF) + lanes[None, :]
-        x1 = tl.load(first, mask=live, other=0.0).to(tl.float32)
-        x2 = tl.load(first + HALF, mask=live, other=0.0).to(tl.float32)
+        q1 = tl.load(first, mask=live, other=0.0).to(tl.float32)
+        q2 = tl.load(first + HALF, mask=live, other=0.0).to(tl.float32)
         rotated = first_head + heads[:, None] * WIDTH + RANK + lanes[None, :]
-        tl.store(rotated, (x1 * cos[None, :] - x2 * sin[None, :]).to(dtype), mask=live)
-        tl.store(rotated + HALF, (x2 * cos[None, :] + x1 * sin[None, :]).to(dtype), mask=live)
+        tl.store(rotated, (q1 * cos[None, :] - q2 * sin[None, :]).to(dtype), mask=live)
+        tl.store(rotated + HALF, (q2 * cos[None, :] + q1 * sin[None, :]).to(dtype), mask=live)
