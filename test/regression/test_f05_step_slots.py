@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from guarded_runs import kinds, page_sizes
-from scheduler_driver import answers
-from speculative_driver import EAGLE, STANDALONE, make_driver, models, requests
+from speculative_driver import EAGLE, STANDALONE, models, plain_answers, requests
 from speculative_guards import run
 
 __all__ = ["models"]  # a fixture
@@ -16,7 +15,7 @@ __all__ = ["models"]  # a fixture
 @page_sizes
 def test_tokens_are_those_without_speculation(kind: str, page_size: int, models: dict[str, Path]) -> None:
     reqs = requests(3, num=12)
-    plain = answers(make_driver(models), reqs)
+    plain = plain_answers(models, reqs)
     for algorithm, draft in ((EAGLE, "eagle"), (STANDALONE, "near")):
         assert run(models, kind, algorithm=algorithm, draft=draft, page_size=page_size)[0] == plain
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from draft_checkpoints import VOCAB, add_mtp, random_eagle, random_eagle3, save_appended_mtp, save_target
 from safetensors.torch import load_file, save_file
-from scheduler_driver import Driver, request
+from scheduler_driver import Driver, answers, request
 
 import fenceline
 from fenceline.config.draft_config import SpeculativeAlgorithm, SpeculativeConfig, read_draft_config
 from fenceline.config.engine_config import resolve
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.ipc.io_struct import TokenizedGenerateReq, encode
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
@@ -127,6 +127,17 @@ def make_driver(
     if depth_seed is not None:
         driver.scheduler.planner.draft_depth = RandomDepths(tuple(driver.scheduler.planner.shapes), depth_seed)
     return driver
+
+
+_plain: dict[tuple[Path | bytes, ...], list[list[int]]] = {}
+
+
+def plain_answers(models: dict[str, Path], reqs: list[TokenizedGenerateReq], target: str = "target") -> list[list[int]]:
+    """The tokens that the target alone gives, computed once: tests of many drafts send the same requests."""
+    key = (models[target], *map(encode, reqs))
+    if key not in _plain:
+        _plain[key] = answers(make_driver(models, target=target), reqs)
+    return _plain[key]
 
 
 def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerateReq]:

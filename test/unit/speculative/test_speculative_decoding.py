@@ -22,6 +22,7 @@ from speculative_driver import (
     count_tokens,
     make_driver,
     models,
+    plain_answers,
     requests,
     target_of,
 )
@@ -43,7 +44,7 @@ def test_no_token_changes(
     reqs = requests(num_steps)
     driver = make_driver(models, algorithm, draft, num_steps, disable_overlap_schedule=not overlap)
     counted = count_tokens(driver)
-    assert answers(driver, reqs) == answers(make_driver(models, target=target_of(draft)), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs, target_of(draft))
     if draft == "target":
         assert set(counted) == {num_steps + 1}, "a draft that is the target draws what the target draws"
     else:
@@ -58,7 +59,7 @@ def test_a_draft_that_may_propose_some_tokens_alone(models: dict[str, Path], tmp
     reqs = requests(4)
     driver = make_driver(models, EAGLE, "eagle", topk=topk, token_map=tmp_path / "frequent.pt")
     counted = count_tokens(driver)
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
     assert {1, 2} <= set(counted), "drafts were accepted, and drafts were not"
     assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
     draft, head = driver.worker.draft, driver.worker.model.lm_head.weight.data
@@ -76,18 +77,18 @@ def test_a_prefill_backend_made_for_the_layers_it_attends_in(
     """FlashInfer's keeps views of its layers; a draft's whose heads are the target's are among them."""
     reqs = requests(1)
     driver = make_driver(models, algorithm, draft, prefill_backend=FLASHINFER)
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
 
 
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
 def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None) -> None:
     """Prompts that continue earlier answers: pages hold accepted tokens alone, of target and draft."""
-    driver, plain = make_driver(models, algorithm, draft), make_driver(models)
+    driver = make_driver(models, algorithm, draft)
     first = requests(5, num=4, max_new_tokens=30)
     outputs = answers(driver, first)
-    assert outputs == answers(plain, first)
+    assert outputs == plain_answers(models, first)
     again = continued(first, outputs)
-    assert answers(driver, again) == answers(plain, again)
+    assert answers(driver, again) == plain_answers(models, again)
     for req in again:
         last = driver.answers[req.rid].last
         assert last is not None and last.cached_tokens >= (len(req.input_ids) - 2) // 16 * 16
@@ -154,7 +155,7 @@ def test_too_little_memory(models: dict[str, Path], algorithm: SpeculativeAlgori
     reqs = requests(11, num=8, max_new_tokens=40)
     small: dict[str, object] = {"max_total_tokens": 192, "num_rows": 5}
     driver = make_driver(models, algorithm, draft, **small)  # type: ignore[arg-type]
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
     assert driver.scheduler.stats.num_retractions > 0
 
 
@@ -163,7 +164,7 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
     """The last step computes rows beyond the context, which are nobody's."""
     prompt = [5 + i % 90 for i in range(num_tokens)]
     reqs = [request("r", prompt, seed=4, max_new_tokens=50, ignore_eos=True)]
-    expected = answers(make_driver(models), reqs)
+    expected = plain_answers(models, reqs)
     assert len(expected[0]) == CONTEXT - num_tokens
     for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target")):
         assert answers(make_driver(models, algorithm, draft, page_size=1), reqs) == expected
@@ -180,7 +181,7 @@ def test_graphs_up_to_the_end_of_the_context(models: dict[str, Path], draft: str
     reqs = [request(f"r{i}", prompt, max_new_tokens=50, ignore_eos=True) for i, prompt in enumerate(prompts)]
     flags: dict[str, object] = {"page_size": 1, "chunked_prefill_size": 1024, "cuda_graph_bs": (1, 3)}
     driver = make_driver(models, algorithm, draft, **(flags | shape))  # type: ignore[arg-type]
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
     stats = driver.worker.graph_stats
     assert stats is not None and all(stats.replays_by_size.values()) and stats.fallbacks["size"]
 
@@ -209,7 +210,7 @@ def test_aborts_free_everything(models: dict[str, Path]) -> None:
         driver.step()
         driver.send(AbortReq(rid=req.rid))
     driver.run()
-    plain = answers(make_driver(models), reqs)
+    plain = plain_answers(models, reqs)
     for req, expected in list(zip(reqs, plain, strict=True))[1::2]:
         assert driver.answers[req.rid].output_ids == expected
 
@@ -240,7 +241,7 @@ def test_a_broken_draft_changes_no_token(
 
     monkeypatch.setattr(driver.worker.draft, "forward", break_one)
     reqs = requests(6)
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
     assert driver.scheduler.stats.num_bad_drafts > 0
 
 
@@ -255,14 +256,14 @@ def test_prefixes_from_the_host_tier(models: dict[str, Path], algorithm: Specula
         "num_rows": 3,
         "memory_check": "order",
     }
-    driver, plain = make_driver(models, algorithm, draft, **flags), make_driver(models)  # type: ignore[arg-type]
+    driver = make_driver(models, algorithm, draft, **flags)  # type: ignore[arg-type]
     first = requests(21, num=9, max_new_tokens=20)
     outputs = answers(driver, first)
-    assert outputs == answers(plain, first)
+    assert outputs == plain_answers(models, first)
     again = [
         request(f"again{i}", [*req.input_ids, *output, 9], seed=i, max_new_tokens=12, ignore_eos=True)
         for i, (req, output) in enumerate(zip(first, outputs, strict=True))
     ]
-    assert answers(driver, again) == answers(plain, again)
+    assert answers(driver, again) == plain_answers(models, again)
     details = [driver.answers[req.rid].last.cached_tokens_details for req in again]  # type: ignore[union-attr]
     assert sum(detail.host for detail in details if detail is not None) > 0

@@ -24,11 +24,11 @@ from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 __all__ = ["models"]  # a fixture
 
 PAGE = 16
-POLICIES = ("write_through", "write_back", "write_through_selective")
-LAYOUTS = ("layer_first", "page_first")
 TIERS = [
-    *((EAGLE3, "eagle3", policy, layout) for policy in POLICIES for layout in LAYOUTS),
-    *((STANDALONE, "near", policy, layout) for policy in POLICIES for layout in LAYOUTS),
+    (EAGLE3, "eagle3", "write_through", "page_first"),
+    (EAGLE3, "eagle3", "write_back", "layer_first"),
+    (STANDALONE, "near", "write_through_selective", "page_first"),
+    (STANDALONE, "near", "write_back", "layer_first"),
     (EAGLE, "eagle", "write_through", "layer_first"),
     (NEXTN, None, "write_back", "page_first"),
     (NEXTN, "mtp", "write_through", "page_first"),

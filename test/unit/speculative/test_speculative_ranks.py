@@ -22,6 +22,7 @@ from speculative_driver import (
     count_tokens,
     make_driver,
     models,
+    plain_answers,
     requests,
     target_of,
 )
@@ -68,7 +69,7 @@ def _on_ranks(
 def test_ranks_with_drafts_answer_as_one_without(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, graphs: dict[str, object]
 ) -> None:
-    expected = answers(make_driver(models, target=target_of(draft)), requests(5))
+    expected = plain_answers(models, requests(5), target_of(draft))
     alone = make_driver(models, algorithm, draft, **graphs)  # type: ignore[arg-type]
     counts = count_tokens(alone)
     assert answers(alone, requests(5)) == expected
@@ -81,7 +82,7 @@ def test_ranks_with_drafts_answer_as_one_without(
 def test_ranks_with_trees_answer_as_one_without(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
 ) -> None:
-    expected = answers(make_driver(models), requests(5))
+    expected = plain_answers(models, requests(5))
     for found, _ in _on_ranks(models, algorithm, draft, topk=3, **GRAPHS):
         assert found == expected
 
@@ -97,7 +98,7 @@ def test_ranks_agree_on_the_depth_of_their_steps(models: dict[str, Path], monkey
         return StepCosts((8,), ((1.0, *[further] * (len(config.speculative.shapes) - 1)),))
 
     monkeypatch.setattr(model_runner, "measure_steps", measured)
-    expected = answers(make_driver(models), requests(5))
+    expected = plain_answers(models, requests(5))
     first, second = _on_ranks(models, STANDALONE, "target", measures_steps=True)
     assert first == second and first[0] == expected
 
@@ -132,7 +133,7 @@ def test_ranks_short_of_memory_answer_as_one(models: dict[str, Path]) -> None:
         "hicache_ratio": 4.0,
         "retract_policy": "offload",
     }
-    expected = answers(make_driver(models), requests(5))
+    expected = plain_answers(models, requests(5))
     for found, counts in _on_ranks(models, STANDALONE, "target", **flags):
         assert found == expected and max(counts) > 1
 
@@ -153,7 +154,7 @@ def test_drafts_gather_no_whole_rows(
         request(f"r{i}", [5 + i, 7, 9 + i], seed=i, temperature=0.4 * i, max_new_tokens=20, ignore_eos=True)
         for i in range(4)
     ]
-    expected = answers(make_driver(models), reqs)
+    expected = plain_answers(models, reqs)
     monkeypatch.setattr(VocabParallelEmbedding, "whole_logits", never)
     ranks = Ranks(2)
 

@@ -22,6 +22,7 @@ from speculative_driver import (
     count_tokens,
     make_driver,
     models,
+    plain_answers,
     requests,
     target_of,
 )
@@ -58,7 +59,7 @@ def test_no_token_changes(
         models, algorithm, draft, num_steps, topk=topk, num_draft_tokens=num_draft_tokens, page_size=page_size
     )
     counted = count_tokens(driver)
-    assert answers(driver, reqs) == answers(make_driver(models, target=target_of(draft)), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs, target_of(draft))
     if draft == "target":
         # The first child of each node is what the target draws, and the best of its place.
         assert min(counted) > 1 and counted.most_common(1)[0][0] == num_steps + 1
@@ -71,7 +72,7 @@ def test_every_node_of_a_whole_tree(models: dict[str, Path]) -> None:
     driver = make_driver(models, STANDALONE, "target", 2, topk=2, num_draft_tokens=7)
     counted = count_tokens(driver)
     reqs = requests(4)
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
     assert set(counted) == {3}
 
 
@@ -169,12 +170,12 @@ def test_each_row_of_a_frontier_follows_its_parents_state(
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
 def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str) -> None:
     """Prompts that continue earlier answers: pages hold the accepted tokens, each in its own slot."""
-    driver, plain = make_driver(models, algorithm, draft, topk=3), make_driver(models)
+    driver = make_driver(models, algorithm, draft, topk=3)
     first = requests(5, num=4, max_new_tokens=30)
     outputs = answers(driver, first)
-    assert outputs == answers(plain, first)
+    assert outputs == plain_answers(models, first)
     again = continued(first, outputs)
-    assert answers(driver, again) == answers(plain, again)
+    assert answers(driver, again) == plain_answers(models, again)
     for req in again:
         last = driver.answers[req.rid].last
         assert last is not None and last.cached_tokens >= (len(req.input_ids) - 3) // 16 * 16
@@ -218,7 +219,7 @@ def test_too_little_memory(
         flags |= {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "memory_check": "order"}
     reqs = requests(11, num=8, max_new_tokens=40)
     driver = make_driver(models, algorithm, draft, topk=2, **flags)  # type: ignore[arg-type]
-    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert answers(driver, reqs) == plain_answers(models, reqs)
     assert driver.scheduler.stats.num_retractions > 0
 
 
@@ -227,7 +228,7 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
     """The last step computes nodes beyond the context, which are nobody's."""
     prompt = [5 + i % 90 for i in range(num_tokens)]
     reqs = [request("r", prompt, seed=4, max_new_tokens=50, ignore_eos=True)]
-    expected = answers(make_driver(models), reqs)
+    expected = plain_answers(models, reqs)
     assert len(expected[0]) == CONTEXT - num_tokens
     for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target")):
         driver = make_driver(models, algorithm, draft, topk=4, num_draft_tokens=20, page_size=1)
@@ -246,4 +247,4 @@ def test_a_request_that_is_admitted_has_room_for_its_last_tree(models: dict[str,
         assert driver.scheduler.reqs["r1"].row == 0
         driver.step()
     driver.run()
-    assert [driver.answers[req.rid].output_ids for req in reqs] == answers(make_driver(models), reqs)
+    assert [driver.answers[req.rid].output_ids for req in reqs] == plain_answers(models, reqs)
