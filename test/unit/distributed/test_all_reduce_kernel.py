@@ -296,7 +296,8 @@ def test_nothing_is_accessed_before_the_preceding_kernel_ends(machine_code: dict
     that the launch waits for, because ranks share a GPU, a predicate leaves it out."""
     for name, code in machine_code.items():
         waits = [i for i, op in enumerate(code) if op == "ACQBULK"]
-        first = min(i for i, op in enumerate(code) if op in accesses(code))
+        found = set(accesses(code))
+        first = next(i for i, op in enumerate(code) if op in found)
         assert waits and waits[0] < first, name
         branches = [i for i, op in enumerate(code) if op in ("BRA", "EXIT", "BRX", "JMP")]
         assert waits[0] < branches[0], "all threads wait"
