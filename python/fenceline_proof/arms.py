@@ -175,6 +175,7 @@ _GUARD_ARMS = (
     Arm("whole_rows", "guard", "sparse", _by_tags(r"^tags: kv_pool\.layer0\.index")),
     Arm("step_selection", "guard", "sparse", lambda outcome: "step_selection: layer 1" in outcome.report),
     Arm("tie_order", "guard", "sparse", _by_effect),
+    Arm("whole_page/sparse", "guard", "sparse", _by_tags(r"^tags: kv_pool\.layer2\.index"), first=5),
     Arm("tree_slots", "guard", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
     Arm("moved_nodes", "guard", "speculation_trees", _by_tags("speculative step reads it as token ")),
     Arm("new_weights", "guard", "new_weights", _by_report(r"it on default ")),

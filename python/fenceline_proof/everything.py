@@ -28,7 +28,7 @@ from fenceline_proof.events import STATES
 from fenceline_proof.flashinfer_library import PLANNED
 from fenceline_proof.grammars import choose, load_grammars
 from fenceline_proof.hicache_workloads import with_storage_limits
-from fenceline_proof.launched_attention import LAUNCHED
+from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers, trees
@@ -326,6 +326,8 @@ def _everything(random: Random, arrangement: _Arrangement | None, engine: str) -
     flags |= _seldom(random, flags)
     if "kv_cache_dtype" in flags:  # FlashInfer reads no FP8: our own kernels attend in its place
         flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
+    if flags.get("model") == "sparse":  # torch's operators alone attend to selected tokens
+        flags |= {name: REFERENCE for name in flags if name.endswith("attention_backend")}
     arrivals = scenario.arrivals
     if random.random() < 0.4:
         arrivals = _in_bodies(random, arrivals)
@@ -407,12 +409,13 @@ def _fitting(flags: Flags) -> Flags:
 
 
 def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
-    """Another model in the place of the plain one in a share of the runs; its draft is a whole model."""
+    """Another model in the place of the plain one in a share of the runs; its draft is a whole model. Those kinds of
+    attention that the engine asks for select no tokens, so that the sparse one comes with drafts."""
     if random.random() >= share:
         return flags
-    model = random.choice(("windows", "windows", "experts"))
+    model = random.choice(("windows", "sparse", "experts"))
     if "draft" not in flags:
-        return {**flags, "model": model}
+        return {**flags, "model": "windows" if model == "sparse" else model}
     others = ("speculative_", "depth_seed")  # the other draft's
     flags = {name: value for name, value in flags.items() if not name.startswith(others)}
     return {**flags, **chains_of_models(random), "model": model}

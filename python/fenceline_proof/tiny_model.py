@@ -174,10 +174,10 @@ def tiny_part(number: int) -> str:
 @lru_cache
 def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
     """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`. ``model``: its
-    target; of another than the plain one there are whole models alone, NEAR and ITSELF."""
+    target; of another than the plain one there are NEAR, ITSELF and NEXTN alone, the last of the sparse one."""
     if name == "ITSELF":
         return "STANDALONE", tiny_model_path(model)
-    assert model == PLAIN or name == "NEAR", f"a draft {name} of {model} has not been written"
+    assert model == PLAIN or name in ("NEAR", "NEXTN"), f"a draft {name} of {model} has not been written"
     folder = _folder(f"draft-{name.lower().replace(' ', '-')}", _MODELS[model] | _DRAFTS[name])
     target = Path(tiny_model_path(model))
     weights = load_file(target / "model.safetensors")
@@ -189,7 +189,7 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
         return "STANDALONE", str(folder)
     is_eagle = name.startswith("EAGLE3")
     algorithm = SpeculativeAlgorithm("EAGLE3" if is_eagle else name.rstrip("23"))
-    model_config = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
+    model_config = resolve(ServerArgs(model_path=str(target), device="cpu")).model
     context = torch_context(Shard(), torch.float32)
     config = read_draft_config(algorithm, str(folder), model_config)
     names = {"lm_head.weight", "d2t"} if is_eagle else set[str]()

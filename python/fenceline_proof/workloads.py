@@ -236,7 +236,9 @@ def _sparse(random: Random) -> Scenario:
     kinds = *_OF_ATTENTION, *(workload.make for workload in HICACHE_WORKLOADS if workload.name == "conversations")
     scenario = random.choice(kinds)(random)
     plain: Flags = {"model": "sparse", "attention_backend": REFERENCE}
-    drafts = chains_of_models(random) if random.random() < 0.3 else {}
+    drafts = chains_of_models(random) if random.random() < 0.4 else {}
+    if drafts and random.random() < 0.5:
+        drafts = {**drafts, "draft": "NEXTN"}
     between = PIECES if random.random() < 0.4 else {}
     return replace(scenario, flags={**scenario.flags, **drafts, **between, **plain})
 

@@ -378,6 +378,7 @@ _ALSO_UNDER_SPECULATION: tuple[Edge | Guard, ...] = (
     *(PLAN_SOURCE, TOTAL_BUCKETS, GRAPH_POOL, SINK),
 )
 UNDER_SPECULATION = {f"{each.name}/speculation": each.name for each in _ALSO_UNDER_SPECULATION}
+UNDER_SPECULATION["whole_page/sparse"] = WHOLE_PAGE.name  # the keys of a draft's indexer are rows of the page too
 
 # All rows of the proof, in the order of its tables.
 ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
