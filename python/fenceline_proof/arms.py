@@ -173,6 +173,7 @@ _GUARD_ARMS = (
     Arm("in_flight", "guard", "speculation", _by_tags("speculative step (stores|writes) ")),
     Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
     Arm("whole_rows", "guard", "sparse", _by_tags(r"^tags: kv_pool\.layer0\.index")),
+    Arm("all_shares", "guard", "ranks", _by_effect),
     Arm("step_selection", "guard", "sparse", lambda outcome: "step_selection: layer 1" in outcome.report),
     Arm("tie_order", "guard", "sparse", _by_effect),
     Arm("whole_page/sparse", "guard", "sparse", _by_tags(r"^tags: kv_pool\.layer2\.index"), first=5),

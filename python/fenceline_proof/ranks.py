@@ -34,6 +34,7 @@ from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.answers import Transcript
 from fenceline_proof.bad_days import BadDays, order_calls
 from fenceline_proof.hicache_workloads import with_storage_limits
+from fenceline_proof.launched_attention import REFERENCE
 from fenceline_proof.oracle import Oracle
 from fenceline_proof.script import Flag, Flags, Scenario, Script
 from fenceline_proof.steps import STEP_S, make_config, setting_of
@@ -46,7 +47,7 @@ from fenceline_sim.threads import Channel, join_all
 NUM_RANKS = 2
 _GRAIN = Grain(capacity=1, vector_bytes=1 << 16)
 _MAX_STEPS = 2000
-_MODELS = ("odd", "windows", "experts", "experts")
+_MODELS = ("odd", "windows", "experts", "experts", "sparse")
 _HOT = {"temperature": 4.0}  # at which every token of the vocabulary is drawn
 
 
@@ -118,6 +119,8 @@ def _flags(script: Script) -> Flags:
         flags["model"] = model = random.choice(_MODELS)
         if model == "experts":
             flags["ep_size"] = random.choice((1, NUM_RANKS))
+        if model == "sparse":  # whose rows all ranks have, and keep once on the host
+            flags["attention_backend"] = REFERENCE
     return flags
 
 

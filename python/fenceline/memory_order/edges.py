@@ -315,6 +315,10 @@ WHOLE_PAGE = _guard("whole_page", "a page's layers, the target's and the draft's
 WHOLE_ROWS = _guard(
     "whole_rows", "the rows of a layer, an indexer's keys beside the latents: every copy moves all of them", "F20"
 )
+ALL_SHARES = _guard(
+    "all_shares",
+    "the rows that all ranks have, of which each keeps a share on the host: a load brings the others' shares too",
+)
 STEP_SELECTION = _guard(
     "step_selection", "the tokens that an indexer has selected: layers without one use the selection of the same step"
 )

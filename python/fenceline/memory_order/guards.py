@@ -19,6 +19,7 @@ import torch
 from fenceline.config.kv_layout import INDEX, KVLayout
 from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import (
+    ALL_SHARES,
     ARENA_PAD,
     IN_FLIGHT,
     KEPT_HIDDEN,
@@ -78,6 +79,12 @@ def loaded_parts(device: Device, layout: KVLayout, parts: range) -> Sequence[int
     """Guard ``whole_rows``: which ``parts`` of a page a load copies: all. Severed, indexers' rows are left out, as if
     they were in a buffer beside the pages."""
     return parts if device.keeps(WHOLE_ROWS) else [part for part in parts if layout.parts[part].row.name != INDEX]
+
+
+def exchanges_shares(device: Device, divided: bool) -> bool:
+    """Guard ``all_shares``: whether ranks exchange their shares of the pages that they load: if the pages are
+    ``divided``. Severed, never."""
+    return divided and device.keeps(ALL_SHARES)
 
 
 def page_leases(device: Device, size: int) -> LeasePool:

@@ -28,7 +28,7 @@ from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.page_tags import PageTags, TransferTags
 from fenceline.mem_cache.transfer import Ticket, TransferKind
-from fenceline.memory_order import Communicator, Device, LeasePool, Point, Points, Stream, page_layers
+from fenceline.memory_order import Communicator, Device, LeasePool, Point, Points, Stream, exchanges_shares, page_layers
 from fenceline.memory_order.access import Accesses, Memory, occupies_sm
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
@@ -96,7 +96,7 @@ class HiCacheController:
         self._ranks = ranks
         self._shares = kv_pool.shares(host_pool.layout)
         self._parts_of = kv_pool.layout.parts_of
-        self._divides = any(part.shape[1] > 1 for part in self._shares)
+        self._divides = exchanges_shares(device, any(part.shape[1] > 1 for part in self._shares))
         self._device_memory = Memory("kv_pool", kv_pool.num_pages, "page") if pages is None else pages
         self._host_memory = Memory("host_pool", host_pool.num_pages, "page")
         layers = range(kv_pool.num_layers)
