@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from triton_interpreter import in_front_of_nan
 
 from fenceline.config.kv_layout import KVLayout, keys_and_values, latent
 from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
@@ -254,7 +255,7 @@ def decode(  # type: ignore[no-untyped-def]
     workspace = workspace or DecodeWorkspace(keys.shape[1], step.values[0].shape[2], 8, keys.device, tiles)
     tree = QueryTree(num_queries, num_queries)
     config = DecodeConfig(16, num_workers, 4, 2, launch_pdl, merge_elements=merge_elements, min_blocks=min_blocks)
-    queries = torch.cat(step.queries) if queries is None else queries
+    queries = in_front_of_nan(torch.cat(step.queries)) if queries is None else queries
     output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules)
     assert not workspace.num_done.any()
     return output

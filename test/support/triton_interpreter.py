@@ -65,6 +65,12 @@ def set_up_interpreter() -> None:
     patch_once_a_launch()
 
 
+def in_front_of_nan(x: torch.Tensor) -> torch.Tensor:
+    """``x`` at the beginning of memory that is NaN otherwise."""
+    room = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
+    return room[: x.numel()].view(x.shape).copy_(x)
+
+
 def let_numpy_index() -> None:
     """Triton 3.6's interpreter calls int() of an array with one element to make an index, which numpy 2.4 refuses.
     Patch it."""

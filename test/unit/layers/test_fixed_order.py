@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import add_in_order, check_shared_sums, outcomes_of, print_outcomes, set_up_interpreter
+from triton_interpreter import (
+    add_in_order,
+    check_shared_sums,
+    in_front_of_nan,
+    outcomes_of,
+    print_outcomes,
+    set_up_interpreter,
+)
 
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.quantized import QuantizedFormat, make_format
@@ -66,12 +73,6 @@ def test_alternatives_are_the_first_of_the_best() -> None:
 
 
 # --- the checks, run in the script -------------------------------------------------------------------------------
-
-
-def in_front_of_nan(x: torch.Tensor) -> torch.Tensor:
-    """``x`` at the beginning of memory that is NaN otherwise."""
-    room = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
-    return room[: x.numel()].view(x.shape).copy_(x)
 
 
 def check_product(name: str, fusion_name: str) -> None:

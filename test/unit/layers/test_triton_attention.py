@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import SCALE, case, decode, requests_of, spoil, verify_cases
-from triton_interpreter import compile_kernel, outcomes_of, print_outcomes, set_up_interpreter
+from triton_interpreter import compile_kernel, in_front_of_nan, outcomes_of, print_outcomes, set_up_interpreter
+
+from fenceline.layers.attention.base import PLAIN
 
 INTERPRETED = (
     "decode_at_page_boundaries",
@@ -49,6 +51,7 @@ INTERPRETED = (
     "decode_of_latents",
     "verify_of_latents",
     "extend_of_latents",
+    "random_shapes",
     "impossible_batches_are_refused",
     "impossible_trees_are_refused",
 )
@@ -79,7 +82,7 @@ def extend(step, block_m: int = 16, block_n: int = 16, num_splits: int = 1) -> t
     from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_attention
 
     keys, values = step.caches
-    queries = torch.cat(step.queries)
+    queries = in_front_of_nan(torch.cat(step.queries))
     lens = np.array(step.query_lens)
     group = queries.shape[1] // keys.shape[1]
     grid = ExtendGrid(int((-(-lens * group // block_m)).sum()), num_splits)
@@ -508,6 +511,25 @@ def check_extend_of_latents() -> None:
         for block_m, block_n, num_splits in ((32, 32, 1), (64, 32, 3)):
             agree(extend(step, block_m, block_n, num_splits), step)
     agree(backend_output(step, decoding=False, queries=rows_in_front_of_nan(step)), step)
+
+
+def check_random_shapes() -> None:
+    """Lengths, pages, groups, head sizes, rules and cuts at random. Behind the tokens of a request are NaN and pages
+    that do not exist, behind the queries is NaN."""
+    random = np.random.default_rng(11)
+    for number in range(8):
+        page_size, head_dim, group, cut = (
+            int(random.choice(of)) for of in ((1, 16, 64), HEAD_DIMS, (1, 2, 3), range(1, 6))
+        )
+        lens = [int(n) for n in random.integers(1, 130, size=random.integers(1, 4))]
+        rules = [PLAIN, *rules_of(2 * group)][number % 4]
+        for new in ([1] * len(lens), [int(random.integers(1, min(n, 20) + 1)) for n in lens]):
+            step = case(lens, new, page_size, (2 * group, 2), seed=number, head_dim=head_dim, rules=rules)
+            spoil(step)
+            if max(new) == 1:
+                agree(decode(step, cut), step)
+            else:
+                agree(extend(step, (16, 32)[number % 2], (16, 32)[cut % 2], cut), step)
 
 
 def check_impossible_batches_are_refused() -> None:
