@@ -167,9 +167,10 @@ SINKS = torch.randn(32, generator=torch.Generator().manual_seed(1))
         ((32, 8), 128, torch.bfloat16, None, LayerRules(window=300)),
         ((32, 8), 64, torch.bfloat16, None, LayerRules(700, 2.0, SINKS)),
         ((32, 2), 96, torch.bfloat16, None, LayerRules()),
+        ((40, 2), 128, torch.bfloat16, None, LayerRules()),
         ((32, 16), 256, torch.bfloat16, None, LayerRules(window=300, soft_cap=2.0)),
     ],
-    ids=["bf16", "fp16", "fp8", "window", "window, cap, sinks", "96", "256"],
+    ids=["bf16", "fp16", "fp8", "window", "window, cap, sinks", "96", "20 heads", "256"],
 )
 def test_attention(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, rules: LayerRules

@@ -62,7 +62,6 @@ _PREFILL_MAX_REQUESTS: dict[str, int | None] = {"cpu": 8, "cuda": None}
 _ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _ON_ANY_DEVICE = "torch"
 _IN_FIXED_ORDER = "triton"  # the backend for GPUs that can add up in an order that only positions determine
-_MAX_GROUP_IN_FIXED_ORDER = 16  # how many query heads may share a key/value head in that backend
 _ATTENTION_BACKENDS = (
     "attention_backend",
     "prefill_attention_backend",
@@ -672,7 +671,7 @@ def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tup
     ConfigError for backends that ``device`` cannot run, and with speculation for those that cannot verify drafts."""
     both = args.attention_backend or "auto"
     if device == "cuda" and args.enable_deterministic_inference:
-        _check_fixed_order(args, model)
+        _check_fixed_order(args)
         return _IN_FIXED_ORDER, _IN_FIXED_ORDER
     if device == "cuda":
         decode = args.decode_attention_backend or both
@@ -686,16 +685,9 @@ def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tup
     return _ON_ANY_DEVICE, _ON_ANY_DEVICE
 
 
-def _check_fixed_order(args: ServerArgs, model: ModelConfig) -> None:
-    """Raises ConfigError for flags with which a GPU adds up in an order that depends on more than a token's prefix, and
-    for models whose attention has no kernel in a fixed order."""
+def _check_fixed_order(args: ServerArgs) -> None:
+    """Raises ConfigError for flags with which a GPU adds up in an order that depends on more than a token's prefix."""
     flag = "--enable-deterministic-inference"
-    group = model.num_heads // args.tp_size // max(model.num_kv_heads // args.tp_size, 1)
-    if group > _MAX_GROUP_IN_FIXED_ORDER:
-        raise ConfigError(
-            f"{flag}: attention in a fixed order takes at most {_MAX_GROUP_IN_FIXED_ORDER} query heads for each"
-            f" key/value head on a GPU, and this model has {group}; leave it out, or use --device cpu"
-        )
     for name in _ATTENTION_BACKENDS:
         wanted = getattr(args, name)
         if wanted not in (None, "auto", _IN_FIXED_ORDER):

@@ -149,15 +149,6 @@ def test_sums_in_a_fixed_order_take_our_own_attention() -> None:
         with pytest.raises(ConfigError, match=f"--prefill-attention-backend {name}: .* use triton"):
             backends(prefill_attention_backend=name)
 
-    def grouped(num_heads: int, num_kv_heads: int, tp_size: int = 1) -> tuple[str, str]:
-        args = ServerArgs(model_path="demo", enable_deterministic_inference=True, tp_size=tp_size)
-        heads = dataclasses.replace(model, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        return attention_backends(args, "cuda", heads)
-
-    assert grouped(32, 2) == grouped(32, 1, tp_size=2) == ("triton", "triton")
-    with pytest.raises(ConfigError, match="at most 16 query heads for each .* has 17; leave it out"):
-        grouped(17, 1)
-
 
 def test_the_drafts_attention_runs_where_it_can() -> None:
     config = configure(**OWN, speculative_draft_attention_backend="torch").speculative

@@ -43,7 +43,10 @@ PRODUCTS = (
     *("dense norm", "dense gated", "dense residual", "fp8-rows gated", "fp8-blocks residual"),
     *("int4 gated", "int4 residual", "int8 residual"),
 )
-OTHERS = ("segments", "attention", "attention_with_rules", "attention_over_fp8", "trees", "layers", "log_sums", "model")
+OTHERS = (
+    *("segments", "attention", "attention_with_rules", "attention_over_fp8", "attention_of_many_heads", "trees"),
+    *("layers", "log_sums", "model"),
+)
 
 MACHINE_CODE = (
     *("one row", "many rows", "many gated rows", "fp8", "experts"),
@@ -150,6 +153,11 @@ def check_attention_with_rules() -> None:
 
 def check_attention_over_fp8() -> None:
     check_attention(((64, 3),), kv_dtype=torch.float8_e4m3fn)
+
+
+def check_attention_of_many_heads() -> None:
+    """More than 16 of a KV head: a decode step has a tile that is not full, verification of a chain has several."""
+    check_attention(((16, 5),), heads=(20, 1))
 
 
 def check_trees() -> None:
