@@ -94,6 +94,8 @@ def test_routes_equal_torchs(num_tokens: int) -> None:
     with torch.device("cuda"):
         compare_routes(num_tokens, 128)
         compare_routes(num_tokens, 60)
+        compare_routes(num_tokens, 256, [(True, True, True)], groups=(8, 4, 2))  # DeepSeek-V3
+        compare_routes(num_tokens, 160, [(False, False, False)], groups=(8, 3, 1))  # DeepSeek-V2
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 16, 40])
