@@ -20,7 +20,7 @@ from storage_cases import key
 from storage_tier import Clock
 
 from fenceline.config.hicache import IoBackend
-from fenceline.config.kv_layout import KVLayout, KVRow, keys_and_values, latent
+from fenceline.config.kv_layout import KVLayout, KVRow, index_keys, keys_and_values, latent
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
@@ -156,6 +156,10 @@ ROWS = st.builds(
 LAYER = st.one_of(
     st.builds(keys_and_values, st.integers(1, 4), st.integers(1, 9), st.sampled_from(DTYPES)),
     st.builds(latent, st.integers(1, 17), st.sampled_from(DTYPES)),
+    st.builds(
+        lambda width, head_dim, dtype: latent(width, dtype) + index_keys(head_dim, dtype),
+        *(st.integers(1, 17), st.integers(1, 9), st.sampled_from(DTYPES)),
+    ),
     st.tuples(ROWS, ROWS.map(lambda row: replace(row, name="v"))),
 )
 LAYERS = st.lists(LAYER, min_size=1, max_size=5).map(tuple)
@@ -194,6 +198,7 @@ def others() -> dict[str, KVLayout]:
         "heads": KVLayout(4, (keys_and_values(4, 4, "bfloat16"), *rest)),
         "k before v": KVLayout(4, (head[::-1], *rest)),
         "a latent": KVLayout(4, (latent(32, "bfloat16"), *rest)),
+        "an indexer's keys": KVLayout(4, (latent(24, "bfloat16") + index_keys(8, "bfloat16"), *rest)),
         "page size": KVLayout(2, (*MIXED, *MIXED)),
     }
 

@@ -149,12 +149,21 @@ class ModelConfig:
             return self.hidden_size * (2 * queries + 2 * self.num_kv_heads * self.head_dim + mlp)
         values, rank = self.num_heads * sizes.v_head_dim, sizes.q_lora_rank
         inside = (rank or 0) * queries + sizes.kv_lora_rank * (self.num_heads * sizes.qk_nope_head_dim + values)
+        if self.indexer is not None:
+            inside += self._index_size * (rank or 0)
+            inside += self.hidden_size * (self.indexer.head_dim + self.indexer.num_heads)
         return inside + self.hidden_size * ((rank or queries) + sizes.width + values + mlp)
 
     @property
     def score_work(self) -> int:
-        """Multiplications of a query's attention for each token that it attends to, in one layer."""
-        return 2 * self.num_heads * (self.head_dim if self.latent is None else self.latent.width)
+        """Multiplications of a query's attention for each token that it sees, in one layer; for models with an indexer,
+        in a layer that has one. On a CPU tokens that are not selected take as many as the others."""
+        return 2 * self.num_heads * (self.head_dim if self.latent is None else self.latent.width) + self._index_size
+
+    @property
+    def _index_size(self) -> int:
+        """Features of an indexer's queries, all heads."""
+        return 0 if self.indexer is None else self.indexer.num_heads * self.indexer.head_dim
 
     @property
     def active_mlp_size(self) -> int:

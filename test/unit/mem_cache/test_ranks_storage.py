@@ -194,11 +194,17 @@ def test_pages_of_another_number_of_ranks_are_not_found(tmp_path: Path, expected
     alone.scheduler.close()
 
 
-@pytest.mark.parametrize(("num_ranks", "mem_layout"), [(2, "layer_first"), (4, "page_first")])
-def test_a_row_that_all_ranks_have_is_kept_once(num_ranks: int, mem_layout: str, tmp_path: Path) -> None:
-    """Latents, from the host and from storage: each rank keeps a share there, and has the whole row after a load."""
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "mem_layout"),
+    [("deepseek-v2-lite", 2, "layer_first"), ("deepseek-v2-lite", 4, "page_first"), ("glm-5-shared", 2, "page_first")],
+)
+def test_a_row_that_all_ranks_have_is_kept_once(name: str, num_ranks: int, mem_layout: str, tmp_path: Path) -> None:
+    """Latents and an indexer's keys, from the host and from storage: each rank keeps a share there, and has the whole
+    rows after a load."""
     sizes = {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 512}
-    save_checkpoint("deepseek-v2-lite", tmp_path / "model", sizes)
+    if name == "glm-5-shared":
+        sizes["num_key_value_heads"] = 4
+    save_checkpoint(name, tmp_path / "model", sizes)
     texts = [[3 + token % 90 for token in prompt] for prompt in prompts()]
     flags: dict[str, object] = {
         "model_path": str(tmp_path / "model"),
