@@ -32,6 +32,7 @@ _STEP = "begin|place_rows|keep|accept_chain"
 # The scripts of checks that run the kernels of a file, and the names of these checks (a pattern), the fastest first.
 TESTS: dict[str, dict[str, str]] = {
     "activation": {"triton_layer_kernels": "silu", "kernel_accesses": "silu"},
+    "by_head": {"triton_layer_kernels": "by_head", "kernel_accesses": "by_head"},
     "decode_attention": {
         "kernel_accesses": "decode_attention", "triton_attention": "decode|verify|windows|graph", **_ATTENTION,
     },
@@ -56,6 +57,7 @@ TESTS: dict[str, dict[str, str]] = {
     "skinny_gemm": {
         "skinny_gemm": "", "kernel_accesses": "skinny|scaled", "fixed_order": "dense|fp8", "fixed_order compile": "row",
     },
+    "store_latent": {"triton_layer_kernels": "latent", "kernel_accesses": "latent"},
     "speculative_step": {"speculative_step": "", "kernel_accesses": _STEP},
 }  # fmt: skip
 _EFFECTS = frozenset(("debug_barrier", "gdc_wait", "gdc_launch_dependents"))

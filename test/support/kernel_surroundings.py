@@ -11,7 +11,7 @@ except what it declares to read early. The rest gets its values when the program
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -208,7 +208,7 @@ def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) 
             return operand
         return there[id(operand)].as_strided(operand.shape, operand.stride(), _MARGIN)
 
-    with _allocating([view(output) for output in launch.outputs]):
+    with _allocating([view(output) for output in launch.outputs]), _inside(there) if device == "cpu" else nullcontext():
         if pdl and device == "cpu":
             with _overlapped(launch, touched, there, number):
                 launch.run(True, *map(view, launch.operands))
@@ -237,6 +237,38 @@ def _allocating(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
     ):
         yield
     assert not coming, "the launch has memory of its own"
+
+
+@contextmanager
+def _inside(there: Buffers) -> Iterator[None]:
+    """In Triton's interpreter, each access must be within its operand, even if what is read there has no effect."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    outside: list[str] = []
+    margins = []
+    for number, buffer in enumerate(there.values()):
+        begin, size = buffer.data_ptr(), _MARGIN * buffer.element_size()
+        margins += [(number, begin, begin + size), (number, begin + buffer.nbytes - size, begin + buffer.nbytes)]
+
+    def note(kind: str, pointers: Any, mask: Any) -> None:
+        at = pointers.data[mask.data]
+        outside.extend(f"{kind} {number}" for number, low, high in margins if ((at >= low) & (at < high)).any())
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        note("reads outside of tensor", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        note("writes outside of tensor", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    with (
+        mock.patch.object(InterpreterBuilder, "create_masked_load", checked_load),
+        mock.patch.object(InterpreterBuilder, "create_masked_store", checked_store),
+    ):
+        yield
+    assert not outside, f"the kernel {outside[0]} of those that it is given"
 
 
 @contextmanager
