@@ -78,7 +78,7 @@ class Step:
 
 
 # The families that it knows. Gemma's layers have norms behind attention and MLP too, windows and soft caps.
-_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "glm_moe_dsa")
+_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "glm_moe_dsa")
 
 
 class Model:
@@ -104,7 +104,7 @@ class Model:
             self.logit_cap = config["final_logit_softcapping"]
         self.index_top_k: int = config.get("index_topk", 0)
         self.latent_size: int = config.get("kv_lora_rank", 0)
-        if self.index_top_k:
+        if self.latent_size:
             self.score_scale = 1 / math.sqrt(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
         self.top_k: int = config.get("num_experts_per_tok", 0)
         self.num_layers: int = config["num_hidden_layers"]
@@ -250,7 +250,7 @@ class Answer:
             flat = model.linear(h, f"{name}.{kind}_proj")
             return model.norm(flat.reshape(num, count, model.head_dim), f"{name}.{kind}_norm")
 
-        if model.index_top_k:
+        if model.latent_size:
             q, k, v = self._from_latents(layer, h, name, first)
         else:
             q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)

@@ -1,5 +1,5 @@
 """Models so small that hundreds of engine runs take a minute: a Qwen3, one with experts, a Gemma 2 with windows,
-a GLM-5 with dense layers; drafts, and a tokenizer.
+a DeepSeek-V3 and a GLM-5 with dense layers; drafts, and a tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -71,10 +71,10 @@ _WINDOWS = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 5.0,
 }
-# GLM-5's layers: the second one attends to what the first has selected. So few heads of its indexer have equal scores.
-_SPARSE = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
+# DeepSeek-V3's layers, dense ones.
+_LATENTS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
     "q_lora_rank": 12,
     "kv_lora_rank": 16,
@@ -84,7 +84,14 @@ _SPARSE = {
     "first_k_dense_replace": 2,
     "n_routed_experts": 2,
     "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "moe_intermediate_size": 8,
+}
+# GLM-5's layers: the second one attends to what the first has selected. So few heads of its indexer have equal scores.
+_SPARSE = _LATENTS | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
     "index_n_heads": 2,
     "index_head_dim": 12,
     "index_topk": 6,
@@ -97,6 +104,7 @@ _MODELS = {
     "windows": _CONFIG | _WINDOWS,
     # The shortest windows under which there may be trees of drafts.
     "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
+    "latents": _CONFIG | _LATENTS,
     "sparse": _CONFIG | _SPARSE,
     # With one token more: a vocabulary that two ranks cannot halve.
     "odd": _CONFIG | {"vocab_size": VOCAB_SIZE + 1},

@@ -215,11 +215,16 @@ _OF_ATTENTION = (
 
 
 def _attention(backend: str) -> Callable[[Random], Scenario]:
-    """Scenarios of other workloads with that attention backend."""
+    """Scenarios of other workloads with that attention backend; half of our own kernels' are over latents, some with
+    drafts or pieces."""
 
     def make(random: Random) -> Scenario:
         scenario = random.choice(_OF_ATTENTION)(random)
-        return replace(scenario, flags={**scenario.flags, "attention_backend": backend})
+        flags = {**scenario.flags, "attention_backend": backend}
+        if backend == LAUNCHED and random.random() < 0.5:
+            drafts = chains_of_models(random) if random.random() < 0.3 else {}
+            flags |= {**drafts, **(PIECES if random.random() < 0.4 else {}), "model": "latents"}
+        return replace(scenario, flags=flags)
 
     return make
 

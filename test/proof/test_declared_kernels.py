@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -204,9 +205,13 @@ def test_a_kernel_that_moves_inputs_before_their_writer_is_named(
 
 
 def test_the_engine_is_clean_with_attention_by_our_kernels() -> None:
-    for seed in range(4):
-        found = run(Trial("launched", seed))
+    models = set()
+    for seed in range(6):
+        trial = Trial("launched", seed)
+        models.add(trial.scenarios.make(Random(seed)).flags.get("model"))
+        found = run(trial)
         assert found.clean, found.report
+    assert "latents" in models and len(models) > 1, models
 
 
 def test_fetching_the_token_of_the_kernel_in_front_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +224,7 @@ def test_fetching_the_token_of_the_kernel_in_front_is_a_race(monkeypatch: pytest
 
     monkeypatch.setattr(accesses, "decode_attention", Kernel(right.name, wrong))
     wanted = (
-        r"RAW on kv_pool\.layer0\.k row(.|\n)*1\. rotate_and_store writes it on forward(.|\n)*"
+        r"RAW on kv_pool\.layer0\.(k|latent) row(.|\n)*1\. (rotate_and_store|store_latent) writes it on forward(.|\n)*"
         r"2\. decode_attention, before it waits for the kernel in front, reads it on forward"
     )
     for seed in range(3):

@@ -152,6 +152,11 @@ quantize_rows = declared(
 )
 
 
+def _distinct(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A row that holds both keys and values is read once."""
+    return (k_cache,) if v_cache is k_cache else (k_cache, v_cache)
+
+
 @declare_kernel
 def decode_attention(
     op: KernelAccesses,
@@ -176,13 +181,13 @@ def decode_attention(
     but not those of each request's queries, which the preceding kernel may still be writing."""
     op.start_dependents()
     requests = page_table, rows, seq_lens, page_size
-    for cache in (k_cache, v_cache):
+    for cache in _distinct(k_cache, v_cache):
         op.read_tokens(cache, *requests, but_last=num_queries, window=window, queries=num_nodes)
     op.wait()
     op.read(q)
     op.read(ancestors)
     op.read(sinks)
-    for cache in (k_cache, v_cache):
+    for cache in _distinct(k_cache, v_cache):
         op.read_tokens(cache, *requests, window=window, queries=num_nodes)
     op.read(num_done)
     for written in (out, partial, stats, num_done):
@@ -209,7 +214,7 @@ def extend_attention(
     op.read(query_starts)
     op.read(q)
     op.read(sinks)
-    for cache in (k_cache, v_cache):
+    for cache in _distinct(k_cache, v_cache):
         op.read_tokens(cache, page_table, rows, seq_lens, page_size, window=window, queries=query_starts)
     op.write(out)
     op.write(stats)
