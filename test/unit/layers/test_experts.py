@@ -7,7 +7,6 @@ Run as a script this file is the interpreted checks themselves: see ``triton_int
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -171,10 +170,9 @@ def test_impossible_routers_are_refused(changes: dict[str, int], said: str) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles(capability: int) -> None:
     """For the shapes of Qwen3-30B-A3B: tensor cores, 16-byte loads, and little enough shared memory."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -198,6 +196,8 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         cases += [(8, False, 16, 0, fp8), (65536, False, 16, 0, fp8), (4096, False, 1, 0, fp8)]
     cases += [(8, False, 16, 0, int8), (65536, False, 1, 0, int8)]
     cases += [(8, False, 16, 1, packed), (65536, False, 64, 1, packed), (4096, True, 64, 2, packed)]
+    if capability != 90:
+        cases = list({case[-1]: case for case in sorted(cases, key=lambda case: case[0])}.values())  # largest of a kind
     for num_pairs, clamps, groups, numbers, weight in cases:
         types["weight"] = weight
         types["scales"] = "*u8" if numbers == 2 else "*fp32"
@@ -236,7 +236,7 @@ def check_fp8() -> None:
     """A scale for each row, and for each 128 of it."""
     for groups in (lambda k: 1, lambda k: -(-k // 128)):
         compare(routed(9, 2, [0, 1, 2, 3], 4, num_padded=1), 24, 200, groups=groups)
-        compare(routed(5, 1, [0, 2], 3), 130, 32, torch.float16, groups=groups)
+    compare(routed(5, 1, [0, 2], 3), 130, 32, torch.float16, groups=lambda k: -(-k // 128))
 
 
 def check_eight_bits_as_a_layer_stores_them() -> None:

@@ -85,24 +85,25 @@ def check_the_trial_at_start() -> None:
 
     cpu = torch.device("cpu")
 
-    def half(x, *operands, **given):  # type: ignore[no-untyped-def]
-        """The interpreter multiplies bfloat16 matrices by their bit patterns."""
-        if given.get("bias") is not None:
-            given["bias"] = given["bias"].float()
-        return grouped_product(x.float(), *operands, **given)
-
-    def wrong(change):  # type: ignore[no-untyped-def]
-        return lambda *operands, **given: half(*operands, **{**given, **change(given)})
-
-    def few(x, *operands, config, bias=None, **given):  # type: ignore[no-untyped-def]
-        """The interpreter takes seconds for many pairs, which differ in nothing but their number."""
-        if len(x) == 5:
-            return half(x, *operands, config=config, bias=bias, **given)
+    def right(x, *operands, config, bias=None, **given):  # type: ignore[no-untyped-def]
+        """Few pairs are the interpreter's, which multiplies bfloat16 matrices by their bit patterns. It takes seconds
+        for many, which differ in nothing but their number: torch multiplies these."""
         bias = None if bias is None else bias.float()
+        if len(x) == 5:
+            return grouped_product(x.float(), *operands, config=config, bias=bias, **given)
         return LayerKernels().grouped_product(x.float(), *operands, bias=bias, **given)
 
-    assert cuda_four_bit.four_bits_agree(cpu, half, 32, True)
-    assert cuda_four_bit.four_bits_agree(cpu, few, 32, False)
+    def wrong(change):  # type: ignore[no-untyped-def]
+        def product(x, *operands, **given):  # type: ignore[no-untyped-def]
+            changed = {**given, **change(given)}
+            bias = changed["bias"].float() if changed.get("bias") is not None else None
+            rest = {name: value for name, value in changed.items() if name not in ("config", "bias")}
+            return LayerKernels().grouped_product(x.float(), *operands, bias=bias, **rest)
+
+        return product
+
+    for has_zeros in (True, False):
+        assert cuda_four_bit.four_bits_agree(cpu, right, 32, has_zeros)
     rolled = wrong(lambda given: {"scales": given["scales"].roll(1, 2)})
     assert not cuda_four_bit.four_bits_agree(cpu, rolled, 32, False)
     shifted = wrong(lambda given: {"zeros": given["zeros"].roll(1, 2)})

@@ -541,7 +541,8 @@ def check_impossible_batches_are_refused() -> None:
 
 
 def compile_for(arch: str) -> None:
-    """The kernels as an 8B model uses them, down to machine code, with at most a GPU's shared memory."""
+    """The kernels as an 8B model uses them, down to machine code, with at most a GPU's shared memory. For sm_90 in all
+    their variants, for the others the largest of each: their memory and their instructions are what differs."""
     from fenceline.layers.kernels.triton import decode_attention, extend_attention
     from fenceline.layers.kernels.triton import kv_rows as kv_rows_triton
 
@@ -563,9 +564,7 @@ def compile_for(arch: str) -> None:
         "NUM_PREFETCHED": 2 if pdl else 0,
     }
     one = {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "ROWS": 16, "MERGED_ROWS": 4, "PART": 4}
-    compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl)
     chain = one | {"NUM_QUERIES": 4, "NUM_NODES": 4, "MERGED_ROWS": 16, "PART": 16}
-    compile_kernel(decode_attention._decode_kernel, common | decode | chain, arch, 4, 5, pdl)
     tree = one | {
         "NUM_QUERIES": 60,
         "NUM_NODES": 64,
@@ -575,33 +574,35 @@ def compile_for(arch: str) -> None:
         "PART": 64,
         "MERGE": 1,
     }
-    compile_kernel(decode_attention._decode_kernel, common | decode | tree, arch, 4, 3, pdl)
     extend = extend_attention._extend_kernel
-    compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
-    compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
     ruled = common | {"WINDOW": 4096, "CAPS": True, "SINKS": True}
     compile_kernel(decode_attention._decode_kernel, ruled | decode | tree, arch, 4, 3, pdl)
     compile_kernel(extend, ruled | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
     wide = ruled | {"HEAD_DIM": 256, "DIM_PAD": 256, "GROUP": 2, "BLOCK_N": 32}  # Gemma's heads
-    compile_kernel(decode_attention._decode_kernel, wide | decode | one | {"MERGE": 8}, arch, 4, 3, pdl)
     compile_kernel(decode_attention._decode_kernel, wide | decode | tree, arch, 8, 2, pdl)
     compile_kernel(extend, wide | {"BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
+    if pdl:  # sm_80 has no instruction for FP8
+        compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl, "fp8e4nv")
+        compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False, "fp8e4nv")
+    if arch != "sm_90":
+        return
+    for nodes, stages in ((one, 5), (chain, 5), (tree, 3)):
+        compile_kernel(decode_attention._decode_kernel, common | decode | nodes, arch, 4, stages, pdl)
+    compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
+    compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
+    compile_kernel(decode_attention._decode_kernel, wide | decode | one | {"MERGE": 8}, arch, 4, 3, pdl)
     compile_kernel(extend, wide | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 3, False)
     phi = common | {"HEAD_DIM": 96, "GROUP": 1, "NUM_KV_HEADS": 32}  # Phi-3-mini's heads
     compile_kernel(decode_attention._decode_kernel, phi | decode | one | {"MERGED_ROWS": 1, "PART": 1}, arch, 4, 5, pdl)
     compile_kernel(extend, phi | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
-    if arch == "sm_90":
-        # A latent row of DeepSeek's models, for 16 and 128 heads, as decode_config and extend_config cut the work.
-        row = {"NUM_KV_HEADS": 1, "HEAD_DIM": 512, "DIM_PAD": 512, "TAIL": 64, "TAIL_PAD": 64, "SHARED": True}
-        row = common | row | {"BLOCK_N": 32, "PAGE_SIZE": 16}
-        few = decode | one | {"GROUP": 16, "MERGED_ROWS": 16, "PART": 16, "MERGE": 1, "MIN_BLOCKS": 4}
-        many = few | {"GROUP": 128, "ROWS": 64, "MERGED_ROWS": 64, "PART": 32}
-        compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl)
-        compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 5, pdl, "fp8e4nv")
-        compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
-    if pdl:  # sm_80 has no instruction for FP8
-        compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl, "fp8e4nv")
-        compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False, "fp8e4nv")
+    # A latent row of DeepSeek's models, for 16 and 128 heads, as decode_config and extend_config cut the work.
+    row = {"NUM_KV_HEADS": 1, "HEAD_DIM": 512, "DIM_PAD": 512, "TAIL": 64, "TAIL_PAD": 64, "SHARED": True}
+    row = common | row | {"BLOCK_N": 32, "PAGE_SIZE": 16}
+    few = decode | one | {"GROUP": 16, "MERGED_ROWS": 16, "PART": 16, "MERGE": 1, "MIN_BLOCKS": 4}
+    many = few | {"GROUP": 128, "ROWS": 64, "MERGED_ROWS": 64, "PART": 32}
+    compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl)
+    compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 5, pdl, "fp8e4nv")
+    compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
 
 
 if __name__ == "__main__":
