@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -44,14 +44,14 @@ def test_a_scenario_is_a_function_of_its_seed(name: str) -> None:
 
 
 def test_workloads_reach_what_they_are_for() -> None:
-    def loops(name: str) -> list[Loop]:
-        made = [make_loop(name, seed) for seed in range(4)]
-        for loop in made:
+    def loops(name: str) -> Iterator[Loop]:
+        for seed in range(4):
+            loop = make_loop(name, seed)
             loop.run()
-        return made
+            yield loop
 
-    assert sum(loop.scheduler.stats.num_retractions for loop in loops("retraction")) > 0
-    assert sum(loop.scheduler.stats.num_aborts for loop in loops("aborts")) > 0
+    assert any(loop.scheduler.stats.num_retractions for loop in loops("retraction"))
+    assert any(loop.scheduler.stats.num_aborts for loop in loops("aborts"))
     for loop in loops("prefixes"):
         assert loop.scheduler.stats.num_cached_tokens > 0
         prompts = loop.scheduler.stats.num_prompt_tokens
@@ -139,8 +139,14 @@ def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
     for workload in HICACHE_WORKLOADS:
         kinds: set[object] = set()
         stores = workload.name in ("storage", "refill", "namespaces")
-        for seed in range(5 if stores else 4):
+        wanted = {TransferKind.STORE, *(() if workload.name in ("persistent", "cancelled") else (TransferKind.LOAD,))}
+        wanted |= {"writes", "hits"} if stores else set()
+        for seed in range(5):
             given = WORKLOADS[workload.name].make(Random(seed)).flags
+            for name, value in given.items():
+                flags.setdefault(name, set()).add(value)
+            if wanted <= kinds:
+                continue
             # Storage's workers are agents on a virtual GPU: what they have done by when is the seed's affair. Threads
             # of the machine may need more than the steps that a run may take.
             device = VgpuDevice(gpu=VirtualGpu(seed=seed)) if "hicache_storage_backend" in given else None
@@ -152,12 +158,7 @@ def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
                 assert loop.runner.storage is not None
                 stats = loop.runner.storage.controller._backend.stats()
                 kinds |= {name for name in ("writes", "hits") if getattr(stats, name)}
-            for name, value in given.items():
-                flags.setdefault(name, set()).add(value)
-        assert TransferKind.STORE in kinds, workload.name
-        assert TransferKind.LOAD in kinds or workload.name in ("persistent", "cancelled"), workload.name
-        if stores:
-            assert {"writes", "hits"} <= kinds, workload.name
+        assert wanted <= kinds, (workload.name, kinds)
     assert flags["hicache_write_policy"] == {"write_through", "write_through_selective", "write_back"}
     assert flags["hicache_mem_layout"] == {"layer_first", "page_first"}
     assert flags["hicache_io_backend"] == {"kernel", "direct"}

@@ -82,14 +82,6 @@ def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
                     assert getattr(found, column).tolist() == getattr(expected, column).tolist()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_a_dump_replays_silently(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = dump(run(name), tmp_path)
-    assert main([str(path), "--seeds", "2"]) == 0
-    assert "2 schedules: every checker is silent" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_ring_starts_in_the_middle(name: str, tmp_path: Path) -> None:
     loop = run(name, flight_recorder_steps=6)

@@ -175,11 +175,12 @@ def test_a_wrong_name_costs_no_reference(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "config"), [("bfloat16", "everything"), ("float32", "eagle3_tree")])
-def test_answers_are_the_same_bits_in_any_company(tmp_path: Path, dtype: str, config: str) -> None:
-    short = ["--requests", "28", "--longest", "200", "--workers", "8", "--seconds", "40", "--dtype", dtype]
+def test_answers_are_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    short = ["--requests", "28", "--longest", "200", "--workers", "8", "--seconds", "30"]
     command = [sys.executable, str(SCRIPT), "run", "--device", "cpu", "--out", str(tmp_path), *short]
-    done = subprocess.run([*command, "--jitter", "1", "--configs", config], capture_output=True, text=True)
+    configs = ("everything", "eagle3_tree")
+    done = subprocess.run([*command, "--jitter", "1", "--configs", *configs], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (piece,) = (json.loads(text) for text in (tmp_path / "pieces.jsonl").read_text().splitlines())
-    assert piece["answers"] and piece["events"]["replays"]
+    pieces = [json.loads(text) for text in (tmp_path / "pieces.jsonl").read_text().splitlines()]
+    assert [piece["config"] for piece in pieces] == [*configs]
+    assert all(piece["answers"] and piece["events"]["replays"] for piece in pieces)
