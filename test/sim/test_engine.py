@@ -6,11 +6,14 @@ import gc
 import weakref
 from functools import lru_cache
 
+import numpy as np
 import pytest
+import torch
 from ring_transfers import ring_transfers
 from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
 
+from fenceline.memory_order import MaskTable
 from fenceline.memory_order.edges import RING_EDGES
 from fenceline_sim import Script, Turn, VgpuDevice, VgpuError, VirtualGpu, use
 
@@ -70,6 +73,24 @@ def test_the_rings_are_silent(policy: str) -> None:
         assert ring_transfers(VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))) == [
             value for value in (4, 24, 44, 64, 84, 104) for _ in range(2)
         ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_masks_of_some_requests_are_in_their_rows(policy: str) -> None:
+    for seed in range(3):
+        device = VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))
+        with torch.inference_mode():
+            table = MaskTable(device, 4, 32)
+            drawn: list[torch.Tensor] = []
+            device.synchronize()
+            for step in range(3):
+                table.begin(np.array([0, 2]), 3, 4)[:] = step
+                masks = table.upload()
+                with device.forward.active():
+                    drawn.append(masks.flatten().clone())
+                table.drawn(device.forward.record())
+            device.synchronize()
+        assert [masks.tolist() for masks in drawn] == [[step, -1, step, -1] for step in range(3)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -13,6 +13,8 @@ from transfer_rounds import POLICIES, RandomTransfers, Rounds, layouts
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.mem_cache.host.cache_controller import _warm_up
+from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.memory_order.edges import HOST_PAGE_REUSE, PAGE_EDGES
@@ -41,6 +43,18 @@ def play(gpu: VirtualGpu, num_turns: int, severed: str = "", **fields: object) -
 def test_random_transfers_leave_the_same_bytes_on_every_schedule(policy: str, layout: str) -> None:
     for seed in range(2):
         play(VirtualGpu(seed=seed, policy=policy), 40, layout=layout)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_copies_are_in_order_with_all_around_them(policy: str) -> None:
+    """At the start, pages are written before them, and used after them without a Point."""
+    rounds = Rounds(VgpuDevice(frozenset(), VirtualGpu(seed=0, policy=policy)))
+    device, kv_pool = rounds.device, rounds.kv_pool
+    rounds.write(0, 1)
+    with torch.inference_mode():
+        _warm_up(device, make_page_copier(device, kv_pool, rounds.host_pool, "direct"), kv_pool.num_layers)
+    rounds.write(0, 2)
+    device.synchronize()
 
 
 @pytest.mark.parametrize("edge", EDGES)

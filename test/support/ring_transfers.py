@@ -20,7 +20,8 @@ def ring_transfers(device: Device) -> list[int]:
             with device.forward.active():
                 doubled = views["x"] * 2
             # COPY waits for FORWARD, so a host that has waited for COPY need not wait for FORWARD.
-            pending.append((small.download({"y": doubled}), results.download({"y": doubled})))
+            more = {"more": doubled} if step % 2 else {}  # several are packed first
+            pending.append((small.download({"y": doubled} | more), results.download({"y": doubled})))
             if len(pending) == 2:
                 taken += [value for lease in pending.pop(0) for value in lease.wait()["y"].tolist()]
         taken += [value for lease in pending.pop() for value in lease.wait()["y"].tolist()]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from hicache_tiers import PAGE, Tiers, after_of, prompt
 
+from fenceline.config.engine_config import EngineConfig
+from fenceline.mem_cache.hicache import HiCache, Transfers
 from fenceline.mem_cache.page_hash import PageFingerprint
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.stream import Points
@@ -153,6 +157,15 @@ def test_a_backup_waits_for_writers_readers_and_loads(tiers: Tiers) -> None:
     assert move.after == Points.of(*load.points, *store, *reads)
 
 
+def test_a_load_waits_for_the_stores_of_all_its_pages(tiers: Tiers) -> None:
+    upper, lower = tiers.add(1).node, tiers.add(1, 2).node
+    tiers.back_up(lower)
+    last, _ = tiers.back_up(upper)
+    assert tiers.tree.evict(2) == 2
+    _, loaded = tiers.load_back(lower)
+    assert loaded.after == last.points
+
+
 def test_pages_of_two_transfers_retire_after_both(tiers: Tiers) -> None:
     """A node that is still being loaded has lost its copy on the host, and is backed up again."""
     node = tiers.on_host(1, 2)
@@ -174,6 +187,46 @@ def test_what_only_a_hold_kept_retires_after_its_transfers(tiers: Tiers) -> None
     tiers.tree.release_hold(hold.id)
     [after] = after_of(tiers.host_pool, stored.host_pages)
     assert after == store.points
+
+
+class RecordedTransfers:
+    """Submits each transfer to its stream, and records what the stream waits for."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.host_pages = tiers.host_pool
+        self.tiers = tiers
+        self.after: list[Points] = []
+
+    def store(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+        self.after.append(after)
+        ticket.submit(Points.of(self.tiers.store.record()))
+
+    def load(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+        self.after.append(after)
+        point = self.tiers.load.record()
+        ticket.submit(Points.of(point), (point,))
+
+
+def test_a_tail_and_what_moves_with_it_wait_for_all_users() -> None:
+    """The device page and the host page of a retracted request's last tokens had other users before."""
+    tiers = Tiers(num_host_pages=1)
+    transfers = RecordedTransfers(tiers)
+    hicache = SimpleNamespace(storage=None, load_back_threshold=1)
+    args = SimpleNamespace(page_size=PAGE, hicache_write_policy="write_through")
+    config = cast("EngineConfig", SimpleNamespace(hicache=hicache, server_args=args, speculative=None))
+    cache = HiCache(tiers.pool, cast("Transfers", transfers), config)
+    steps, loads, stores = (stream.record() for stream in (tiers.forward, tiers.load, tiers.store))
+    [host_page], _ = tiers.host_pool.alloc(1) or ([0], None)
+    tiers.host_pool.retire(np.array([host_page], dtype=np.int32), Points.of(stores))
+    tail = cache.offload(cache.tree.root, int(tiers.pages(1)[0]), 3, Points.of(steps))
+    assert tail is not None and set(transfers.after[0]) == {steps, stores}
+    later = tiers.forward.record()
+    cache.begin_load(cache.tree.match_prefix(prompt()), tiers.pages(0), Points.of(later))
+    cache.begin_load_tail(tail, int(tiers.pages(1)[0]), Points.of(loads))
+    [ticket] = cache.start_loads()
+    assert set(transfers.after[1]) == {later, loads, *tail.ticket.points}
+    [after] = after_of(tiers.host_pool, [host_page])
+    assert set(ticket.points) <= set(after)
 
 
 def test_a_page_of_an_unsubmitted_transfer_cannot_retire(tiers: Tiers) -> None:

@@ -7,11 +7,14 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hicache_tiers import prompt
+from hicache_tiers import after_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from recording_device import LaggingStream
 
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
+from fenceline.memory_order import Points
+from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.lease import LeasePool
 
 PAGE = 4
@@ -202,6 +205,20 @@ def test_namespaces_never_match_each_other(tree: Tree) -> None:
     for space in spaces:
         assert tree.cache.match_prefix(prompt(1, 2), extra_key=space).pages.tolist() == pages[space]
     assert tree.cache.match_prefix(prompt(1, 2), extra_key="c").num_tokens == 0
+
+
+@pytest.mark.parametrize("leave", [lambda tree: tree.cache.evict(1), lambda tree: tree.cache.reset()])
+def test_pages_retire_after_all_who_used_them(tree: Tree, leave: Callable[[Tree], int]) -> None:
+    writer, first, second = (
+        Points.of(LaggingStream(name, frozenset()).record())
+        for name in (StreamName.STORE, StreamName.FORWARD, StreamName.LOAD)
+    )
+    got = tree.cache.insert(prompt(1), tree.pages(1), writer)
+    for reader in (first, second, Points.none()):
+        tree.cache.lock(got.node)
+        tree.cache.unlock(got.node, reader)
+    assert leave(tree) == 1
+    assert after_of(tree.pool, got.pages) == {writer.join(first).join(second)}
 
 
 def test_reset_returns_everything_and_refuses_locked_pages(tree: Tree) -> None:

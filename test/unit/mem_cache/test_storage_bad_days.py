@@ -28,6 +28,7 @@ from storage_tier import (
 )
 
 from fenceline.config.server_args import PrefetchPolicy
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, StorageLimits, TimedOut, Written
@@ -111,6 +112,19 @@ def test_a_backend_that_raises_costs_a_miss(make: Make, tmp_path: Path) -> None:
     stats = tier.controller.stats()
     assert (stats.crashes, stats.written, stats.unwritten) == (3, 4, 4)
     assert stats.errors == {"crash": 3}
+
+
+def test_the_error_of_a_worker_is_raised_here(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would ever be heard of its jobs."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a page that cannot be read")
+
+    tier = make(file_backend(tmp_path))
+    monkeypatch.setattr(HostPool, "page", fail)
+    tier.controller.write(KEYS[:1], tier.lease(1), Points.none(), 0)
+    with pytest.raises(RuntimeError, match="a page that cannot be read"):
+        tier.settle()
 
 
 # --- pages that are not kept -------------------------------------------------------------------------

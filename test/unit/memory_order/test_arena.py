@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fenceline.memory_order import Arena, ArenaField, LeaseError, Role, open_device
+from fenceline.memory_order.device import CpuDevice
+from fenceline.memory_order.edges import Guard
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool)
 
@@ -132,3 +135,36 @@ def test_without_the_guard_tails_keep_the_last_batch() -> None:
     arena.fill({"rows": torch.tensor([5, 6, 7])}, 3)
     arena.fill({"rows": torch.tensor([8])}, 1)
     assert arena["rows"].tolist() == [8, 6, 7, 0]
+
+
+class WatchingDevice(CpuDevice):
+    """Notes what it is told of memory that it is to watch: the first address of each tensor, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, list[int]]] = []
+
+    def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:
+        self.told.append((guard.name, [tensor.data_ptr()]))
+
+    def begin_fill(self, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
+        self.told.append((guard.name, [tensor.data_ptr() for tensor in tensors]))
+
+    def lease(self, tensor: torch.Tensor) -> None:
+        self.told.append(("lease", [tensor.data_ptr()]))
+
+
+def test_a_device_that_watches_memory_is_told_of_every_use() -> None:
+    """Without it, the virtual GPU would see no row that keeps an earlier batch's value, and no result used too late."""
+    device = WatchingDevice()
+    fields = [ArenaField(role.name, torch.int64, role, 0) for role in Role]
+    arena = Arena(device, "test", 4, fields)
+    plan, derived, output = (arena[role.name].data_ptr() for role in (Role.PLAN, Role.INPUT, Role.OUTPUT))
+    arena.fill({Role.PLAN.name: torch.ones(2, dtype=torch.int64)}, 2)
+    arena.begin_replay().take(Role.OUTPUT.name, 2)
+    assert device.told == [
+        ("plan_source", [plan]),
+        ("arena_pad", [plan, derived]),
+        ("total_buckets", [output]),
+        ("lease", [output]),
+    ]

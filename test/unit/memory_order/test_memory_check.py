@@ -193,6 +193,14 @@ def test_waits_are_transitive_and_cover_no_more_than_their_point() -> None:
         checker.read(checker.begin(STORE, "d"), memory, np.array([3, 5]))
 
 
+def test_an_access_to_all_rows_is_one_to_each() -> None:
+    checker = OrderChecker()
+    memory = Memory("m", 8)
+    checker.write(checker.begin(FORWARD, "a"), memory)
+    with pytest.raises(OrderError, match="RAW on m row 5"):
+        checker.read(checker.begin(STORE, "b"), memory, np.array([5]))
+
+
 def test_what_the_host_waited_for_is_before_all_it_submits() -> None:
     checker = OrderChecker()
     memory = Memory("m")

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -23,6 +23,7 @@ from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
 from fenceline.memory_order.device import CpuDevice, CpuGraph
+from fenceline.memory_order.edges import TOTAL_BUCKETS, Guard
 from fenceline.model_executor.decode_runner import DecodeRunner, RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
@@ -107,6 +108,21 @@ def test_a_size_that_attention_cannot_plan_is_left_out(
     assert graphs.sizes == (1, 2, 4)
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["--cuda-graph-bs 8 is left out"]
     assert "a smaller --context-length" in caplog.text
+
+
+def test_the_logits_of_each_replay_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that watches memory is told, so that rows that the replay does not write do not pass as its own."""
+    begun: list[int] = []
+
+    def begin_fill(_: CpuDevice, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
+        begun.extend(tensor.data_ptr() for tensor in tensors if guard is TOTAL_BUCKETS)
+
+    runner = runner_of()
+    monkeypatch.setattr(CpuDevice, "begin_fill", begin_fill)
+    graphs = graphs_of(runner)
+    num_before = graphs.stats.replays
+    play(runner, random_trace(3, 8, SHAPE))
+    assert begun.count(graphs.logits(1).data_ptr()) == graphs.stats.replays - num_before > 0
 
 
 # --- fallbacks and repairs ---------------------------------------------------------------------------

@@ -113,13 +113,15 @@ def test_the_tail_of_a_retracted_request_goes_with_old_weights(changed: str) -> 
 
 def test_what_runs_can_be_aborted_and_generation_stay_paused(changed: str) -> None:
     driver = make_model_driver()
-    driver.send(request("r", prompts()[0], max_new_tokens=500, **GREEDY))
+    driver.send(request("r", prompts()[0] * 9, max_new_tokens=500, **GREEDY))
     while "r" not in driver.answers:
         driver.step()
     reply = update(driver, model_path=changed, abort_all_requests=True, keep_pause=True)
     finish = driver.answers["r"].finish
     assert reply.success and reply.payload == b"0" and finish is not None and finish.type == "abort"
     assert driver.scheduler.control.paused
+    driver.step()
+    assert driver.scheduler.memory.tree.num_pages == 0, "what the old weights have computed is not kept"
 
 
 def test_new_weights_begin_no_pause_of_a_server_that_drains(changed: str) -> None:

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from recording_device import LaggingStream
 from scheduler_driver import Driver, assert_right, expected_output, make_driver, request
+from token_worker import TokenResult
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
@@ -29,9 +33,11 @@ from fenceline.ipc.io_struct import (
     ShutdownReq,
     TokenizedGenerateReq,
 )
+from fenceline.memory_order import Points, Stream
 from fenceline.memory_order.checker import OrderError
-from fenceline.memory_order.edges import Hazard
+from fenceline.memory_order.edges import Hazard, StreamName
 from fenceline.memory_order.lease import LeaseError
+from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler import control as scheduler_control
 from fenceline.scheduler.control import StepProfiler
 from fenceline.scheduler.request_memory import RequestMemory
@@ -119,6 +125,29 @@ def test_pages_left_to_the_tree_wait_for_the_last_step() -> None:
     assert driver.scheduler.reqs["next"].row, "admitted while the writer's last step is in flight"
     driver.run()
     assert_right(driver, next_one)
+
+
+def test_a_step_waits_for_the_pages_of_all_its_requests() -> None:
+    """Two requests are admitted into one step and grow in the next, on pages with different Points."""
+    driver = make_driver(num_pages=4, page_size=4, num_rows=2)
+    waited: list[set[Stream]] = []
+    pages, launch = driver.worker.pages, driver.worker.launch
+    leased = pages.alloc(4)
+    assert leased is not None
+    streams = [LaggingStream(name, frozenset()) for name in (StreamName.LOAD, StreamName.STORE)]
+    for page, stream in zip(leased[0], streams * 2, strict=True):
+        pages.retire(np.array([page]), Points.of(stream.record()))
+
+    def recording(batch: StepBatch) -> TokenResult:
+        waited.append({point.stream for point in batch.after})
+        return launch(replace(batch, after=Points.none()))
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    reqs = [request(rid, [len(rid)] * 4, max_new_tokens=3, ignore_eos=True) for rid in ("a", "bb")]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, *reqs)
+    assert waited[:2] == [set(streams)] * 2
 
 
 def test_a_request_moves_onto_the_pages_of_the_tree_once() -> None:
