@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain, count, islice
@@ -330,12 +330,13 @@ def read_results(path: Path) -> dict[str, Result]:
     return {line["id"]: Result(**{**line, "named": tuple(line["named"])}) for line in lines}
 
 
-def known_survivors() -> frozenset[str]:
-    """The ids of those that ``survivors.txt`` lists."""
-    return frozenset(line.split()[0] for line in _KNOWN.read_text(encoding="utf-8").splitlines())
+def known_survivors() -> dict[str, str]:
+    """Why each of those that ``survivors.txt`` lists survives, by its id."""
+    lines = _KNOWN.read_text(encoding="utf-8").splitlines()
+    return {line.split()[0]: line.partition("]: ")[2] for line in lines}
 
 
-def report(results: Sequence[Result], known: frozenset[str]) -> str:
+def report(results: Sequence[Result], known: Collection[str]) -> str:
     """How many were killed, how many of them by name, and each survivor; those that are not ``known`` are losses."""
     killed = [one for one in results if one.killed]
     survivors = sorted((one for one in results if not one.killed), key=lambda one: (one.path, one.line))
@@ -366,7 +367,7 @@ def _parser() -> argparse.ArgumentParser:
         "--results", type=Path, default=Path("mutation.jsonl"), metavar="FILE",
         help="results are added to it; mutants that it has are not tried again",
     )  # fmt: skip
-    add("--write", action="store_true", help="list the survivors in survivors.txt")
+    add("--write", action="store_true", help="list the survivors in survivors.txt; give each new one a reason")
     return parser
 
 
@@ -390,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = known_survivors()
     if args.write:
         left = sorted((one.path, one.line, one) for one in results if not one.killed)
-        lines = (f"{one.id} {one.path} {one.function} [{one.rule}]\n" for _, _, one in left)
+        lines = (f"{one.id} {one.path} {one.function} [{one.rule}]: {known.get(one.id, '')}\n" for _, _, one in left)
         _KNOWN.write_text("".join(lines), encoding="utf-8")
         known = known_survivors()
     print(report(results, known))

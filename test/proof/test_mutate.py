@@ -202,4 +202,11 @@ def test_a_survivor_that_the_page_does_not_list_is_a_loss() -> None:
     page = report(results, frozenset({"3"}))
     assert "2 of 4 killed, 1 of these by name." in page and "a  ->  b: survived\n" in page
     assert "4 mem_cache/x.py:1 Tree.evict [drop] a  ->  b: unreached, LOST" in page
-    assert len(mutate.known_survivors()) > 10
+
+
+def test_each_known_survivor_has_a_reason() -> None:
+    known, folder = mutate.known_survivors(), Path(__file__).parents[1]
+    assert len(known) > 10 and all(known.values())
+    for reason in known.values():
+        file, _, name = reason.removeprefix("killed by ").partition("::")
+        assert not name or f"def {name}(" in (folder / file).read_text(encoding="utf-8"), reason
