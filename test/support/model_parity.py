@@ -496,7 +496,7 @@ class PagedModel:
         # Slots that have not been written must not be used, so all but the sink are NaN.
         for layer in range(self.pool.num_layers):
             for row in self.pool.rows[layer].values():
-                row[page_size:] = float("nan")
+                row[page_size:] = float("nan") if row.is_floating_point() else 0x7F
         rules = self.model.attention_rules | ({} if self.draft is None else self.draft.attention_rules)
         setting = AttentionSetting(self.pool, CpuDevice(), self.config.num_heads, CONTEXT, rules=rules)
         self.backend = make_attention_backends("torch", "torch", setting).prefill

@@ -612,11 +612,11 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
 
 
 def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
-    """Raises ConfigError for what is not computed of latent attention: some of it by a GPU, FP8 with an indexer."""
-    if model.indexer is not None and args.kv_cache_dtype != "auto":
+    """Raises ConfigError for what is not computed of latent attention: some of it by a GPU, some keys in FP8."""
+    if model.indexer is not None and args.kv_cache_dtype != "auto" and model.indexer.head_dim.bit_count() != 1:
         raise ConfigError(
-            f"--kv-cache-dtype {args.kv_cache_dtype}: {model.architecture} keeps keys of its indexer, which cannot be"
-            " stored in FP8; leave it out"
+            f"--kv-cache-dtype {args.kv_cache_dtype}: in FP8 keys of an indexer have a power of two features, and"
+            f" index_head_dim is {model.indexer.head_dim}; leave it out"
         )
     if model.latent is None or device != "cuda":
         return

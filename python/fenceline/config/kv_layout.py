@@ -49,7 +49,10 @@ def latent(width: int, dtype: str) -> tuple[KVRow, ...]:
 
 
 def index_keys(head_dim: int, dtype: str) -> tuple[KVRow, ...]:
-    """The row of a layer with an indexer, which selects the tokens to attend to: one key, beside the latent."""
+    """The row of a layer with an indexer, which selects the tokens to attend to: one key, beside the latent. In FP8 the
+    row is of bytes, and ends with the key's scale, a float32."""
+    if dtype == "float8_e4m3fn":
+        return (KVRow(INDEX, (1, head_dim + 4), "uint8", replicated=True),)
     return (KVRow(INDEX, (1, head_dim), dtype, replicated=True),)
 
 

@@ -5,8 +5,8 @@ both. Its heads score the tokens that a query sees, and the best are selected; w
 selected, it attends to all of them. This depends on the query's own position alone. Layers without an indexer (GLM-5)
 attend to the tokens that the last layer with one has selected.
 
-The published code rotates queries and keys by a Hadamard matrix, which changes no product, and rounds them to FP8.
-Here both stay in the model's type.
+With a KV cache in FP8 queries and keys are rounded as in the published code (``kernels/index_rows.py``), otherwise they
+stay in the model's type.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, in_order
 from fenceline.layers.forward_batch import ForwardBatch, IndexQueries, Selection
 from fenceline.layers.kernels.base import apply_rotary, rotary_angles
+from fenceline.layers.kernels.index_rows import packed, rounded, spread
 from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots, whole
@@ -42,6 +43,7 @@ class Indexer:
         rank = config.latent.q_lora_rank
         assert rank is not None, "the family has it"
         self._kernels, self._rotary = context.kernels, site.rotary
+        self._in_fp8 = context.kv_dtype not in (None, context.dtype)
         self.wq_b = ReplicatedLinear("wq_b", rank, num_heads * head_dim, False, context)
         self.wk = ReplicatedLinear("wk", hidden_size, head_dim, False, context)
         self.k_norm = (torch.empty(head_dim, dtype=torch.float32), torch.empty(head_dim, dtype=torch.float32))
@@ -52,7 +54,7 @@ class Indexer:
         self, normed: torch.Tensor, query_latent: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The layer's input [T, hidden_size] after its norm, the latents [T, q_lora_rank] of its queries → queries [T,
-        heads * features], weights [T, heads] float32, keys [T, 1, features]."""
+        heads * features], weights [T, heads] float32, keys [T, 1, features of the row in the pool]."""
         num_heads, head_dim = self.config.num_heads, self.config.head_dim
         queries = self.wq_b.forward(query_latent).view(-1, num_heads, head_dim)
         keys = F.layer_norm(self.wk.forward(normed).float(), (head_dim,), *self.k_norm, _EPS).to(normed.dtype)
@@ -60,7 +62,11 @@ class Indexer:
         angles = rotary_angles(self._rotary.table, positions)
         both[..., : self.rope_dim] = apply_rotary(both[..., : self.rope_dim], *angles)
         weights = self._kernels.router_logits(normed, self.weights_proj) * (num_heads * head_dim) ** -0.5
-        return both[:, :num_heads].flatten(1), weights, both[:, num_heads:]
+        if not self._in_fp8:
+            return both[:, :num_heads].flatten(1), weights, both[:, num_heads:]
+        numbers, scales = rounded(spread(both.float()))
+        queries = numbers[:, :num_heads].to(both.dtype).flatten(1)
+        return queries, weights * scales[:, :num_heads, 0], packed(numbers[:, num_heads:], scales[:, num_heads:])
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         inside = f"{prefix}{self.name}."

@@ -28,6 +28,7 @@ from fenceline.layers.forward_batch import (
     QueryTree,
     VerifyInputs,
 )
+from fenceline.layers.kernels.index_rows import unpacked
 from fenceline.mem_cache.kv_pool import KVPool
 
 _GATHER_BYTES = 256 << 20  # of keys and values that are gathered at once
@@ -122,7 +123,7 @@ class ReferencePlan(AttentionPlan):
         keys_of_layer, selected, first = self._kv_pool.row(layer_id, INDEX).squeeze(1), [], 0
         for slots, visible in self._reads:
             num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
-            keys = keys_of_layer.index_select(0, slots.view(-1)).unflatten(0, slots.shape).float()
+            keys = unpacked(keys_of_layer.index_select(0, slots.view(-1))).unflatten(0, slots.shape)
             queries = index.queries[first:last].unflatten(0, (-1, num_queries)).float()
             weights, first = index.weights[first:last].unflatten(0, (-1, num_queries)), last
             step, blocks = max(_MOST_SCORES // (queries.shape[2] * slots.numel()), 1), []
