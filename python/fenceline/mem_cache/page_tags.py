@@ -170,7 +170,7 @@ class PageTags:
     def _finding(self, fields: list[int]) -> PageFinding:
         homes = np.flatnonzero(self._leases == fields[5]).tolist()
         home, num_pages = homes[0] if homes else 0, len(self._leases)
-        return PageFinding(*fields, self.page_size, num_pages, home)
+        return PageFinding(*[*fields, self.page_size, num_pages, home])
 
     # --- retirements -----------------------------------------------------------------------------------
 
