@@ -56,7 +56,8 @@ class Footprints:
         # Of pinned memory: who used it last, and since which Point, if the host has not declared its own use since.
         self._used_by: dict[Memory, tuple[Operation, int]] = {}
         self._num_points = 0
-        self._only_pages = bool(device.severed)
+        # With ``full`` transfers also move tags, which no declaration names.
+        self._only_pages = bool(device.severed) or runner._config.server_args.memory_check == "full"
         if (runner._config.server_args.memory_check == "order") != isinstance(device.checker, OrderChecker):
             raise FootprintError("footprint: --memory-check is not what the device has")
         self._names = {stream.raw: stream.name for stream in device.streams if isinstance(stream, VgpuStream)}

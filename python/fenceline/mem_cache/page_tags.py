@@ -39,9 +39,10 @@ import torch
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import Device, LeasePool, OrderError, Point, Points, Stream
-from fenceline.memory_order.access import Memory, copies, writes
+from fenceline.memory_order.access import Memory, writes
 from fenceline.memory_order.checker import fitting_edges
 from fenceline.memory_order.edges import (
+    FORWARD_AFTER_STORE,
     HOST_PAGE_REUSE,
     LOAD_AFTER_STORE,
     QUEUED_MATCH,
@@ -98,6 +99,8 @@ class PageTags:
         self.arrived = torch.zeros((self.num_layers, kv_pool.num_pages), dtype=torch.int32, device=where)
         self.expected = torch.zeros_like(req_pool.page_table)  # the lease of each entry of the page table
         self.clock = torch.zeros(1, dtype=torch.int32, device=where)  # the number of the step
+        device.name_rows(self.tags, "page_tags")
+        device.name_memory(self.arrived, "page_tags.arrived", 4)
         # Their number, in the first row, and the first of them, see PageFinding.
         self.findings = torch.zeros((1 + MAX_FINDINGS, FIELDS), dtype=torch.int32, device=where)
         self.retired_until = Points.none()  # the Point on FORWARD after the latest tags that were taken from pages
@@ -203,7 +206,6 @@ class _Slot:
     host: Tensor  # uint8, as ``device``
     device: Tensor
     host_memory: Memory
-    device_memory: Memory
     end: Point | None = None
 
 
@@ -230,6 +232,7 @@ class TransferTags:
         self._device, self._tags, self._layout = device, tags, kv_pool.layout
         # Of each host page: the checksum of its bytes, and its position.
         self._host = torch.zeros((host_pool.num_pages, 2), dtype=torch.int64, device=device.torch_device)
+        device.name_rows(self._host, "host_page_tags")
         self._known = np.zeros(host_pool.num_pages, dtype=np.bool_)  # backed up since they were leased
         self._slots: list[_Slot] = []
         parts = [part[:, rank % part.shape[1]] for part in kv_pool.shares(host_pool.layout)]
@@ -253,7 +256,6 @@ class TransferTags:
         slot = self._take(nbytes)
         self._device.declare(StreamName.HOST, "page lists of a transfer", writes, slot.host_memory)
         slot.host[:nbytes].numpy().view(np.int64)[:] = lists.reshape(-1)
-        self._device.declare(stream.name, "upload of page lists", copies, slot.host_memory, slot.device_memory)
         stream.copy(slot.device[:nbytes], slot.host[:nbytes])
         pages, hosts, of_pages, is_known, sums = slot.device[:nbytes].view(torch.int64).view(lists.shape).unbind()
         return TransferPages(pages, hosts, of_pages, is_known, sums, slot)
@@ -323,8 +325,7 @@ class TransferTags:
         self._device.synchronize()  # what the allocator hands out may be in use on another stream; a few times only
         size, name = max(1 << (nbytes - 1).bit_length(), _MIN_SLOT_BYTES), f"transfer_pages[{len(self._slots)}]"
         host, on_device = self._device.host_buffer(size), self._device.device_buffer(size)
-        memories = self._device.memory(f"{name}.pinned", host), self._device.memory(f"{name}.device", on_device)
-        slot = _Slot(host, on_device, *memories)
+        slot = _Slot(host, on_device, self._device.memory(f"{name}.pinned", host))
         self._slots.append(slot)
         return slot
 
@@ -396,7 +397,11 @@ class PageFinding:
             return f"layer {self.layer} has not been loaded", Hazard.RAW, to_load
         if self.lease == self.expected:
             if self.arrived == SPOILED:
-                host = (LOAD_AFTER_STORE, STORE_AFTER_LOAD, STORE_AFTER_FORWARD, HOST_PAGE_REUSE)
+                backup = (STORE_AFTER_FORWARD, FORWARD_AFTER_STORE, STORE_AFTER_LOAD)
+                if self.held_position == NO_POSITION:
+                    why = "the page was another's, or not yet complete, when it was backed up"
+                    return why, Hazard.RAW, [edge.name for edge in backup]
+                host = (LOAD_AFTER_STORE, HOST_PAGE_REUSE, *backup)
                 return "the host page did not hold what was backed up", Hazard.RAW, [edge.name for edge in host]
             if self.arrived != self.expected:
                 return f"layer {self.layer} has not been loaded", Hazard.RAW, to_load
@@ -404,7 +409,7 @@ class PageFinding:
         if self.lease == -self.expected:
             return "the page has been retired", Hazard.WAR, (RETIRED_AFTER.name,)
         if abs(self.lease) < self.expected:
-            return "the page has not been written since it was leased", Hazard.RAW, to_load
+            return "the page has not been written since it was leased", Hazard.RAW, (*to_load, QUEUED_MATCH.name)
         if self.writer < 0:
             edges = fitting_edges(Hazard.WAR, forward, load)
             return "the page has been loaded for another", Hazard.WAR, [edge.name for edge in edges]

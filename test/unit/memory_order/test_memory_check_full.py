@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ from speculative_driver import requests as speculative_requests
 from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.page_tags import ANY_POSITION
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, OrderError, Point, Points, open_device
-from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, Edge
+from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, Edge, edge_of
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepOutput
+from fenceline_proof import ranks, runs
+from fenceline_proof.steps import make_config
 from fenceline_sim import VirtualGpu
 from fenceline_sim.device import VgpuDevice
 
@@ -229,7 +233,8 @@ def test_a_backup_of_a_page_that_is_another_request_s_by_then() -> None:
 
     run.hicache._copier.to_host = late  # type: ignore[method-assign]
     _, got = through_the_host(run)
-    assert "did not hold what was backed up" in str(found(got)) and found(got).memory == "kv_pool page 23"
+    error = found(got)
+    assert "another's, or not yet complete, when it was backed up" in str(error) and error.memory == "kv_pool page 23"
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
@@ -295,3 +300,44 @@ def test_pages_from_storage_are_loaded_without_a_checksum(tmp_path: Path) -> Non
     assert outputs[0] == outputs[1] and driver.scheduler.memory.cached_tokens["storage"] == 496
     tags = runner_of(driver).parts.page_tags
     assert tags is not None and (tags.tags[:, 1] == ANY_POSITION).sum() == 31
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give runs of the proof ``--memory-check full``."""
+
+    def configured(flags: dict[str, Any], *args: Any) -> EngineConfig:
+        return make_config({**flags, "memory_check": "full"}, *args)
+
+    for module in (runs, ranks):
+        monkeypatch.setattr(module, "make_config", configured)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workload", ["everything", "offload", "speculation_tiers", "storage", "ranks_storage"])
+def test_comparisons_race_with_nothing(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof's workloads under the virtual GPU's detector, with the oracle's tokens and no finding."""
+    full(monkeypatch)
+    outcome = runs.run(runs.Trial(workload, 2))
+    assert outcome.clean and outcome.num_tokens > 0, outcome.report
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("severed", "workload", "seeds"),
+    [
+        ("forward_after_load@HiCacheController.layer_ready", "spill", range(6)),
+        ("forward_after_store", "spill", range(3)),
+        ("load_after_forward", "swap", range(6)),
+        ("host_page_reuse:host-load", "refill", range(6)),
+    ],
+)
+def test_a_severed_edge_is_found_by_what_the_device_does(
+    severed: str, workload: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the virtual GPU's detector, as on a real GPU: in some schedule the wrong bytes are read. No token of
+    these runs differs."""
+    full(monkeypatch)
+    outcomes = [runs.run(runs.Trial(workload, seed, frozenset({severed}), detect=False)) for seed in seeds]
+    found = [outcome for outcome in outcomes if outcome.checker == "memory-check"]
+    assert found and all(edge_of(severed) in outcome.edges for outcome in found)
+    assert all(outcome.clean for outcome in outcomes if outcome not in found)
