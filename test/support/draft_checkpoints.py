@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -103,12 +104,13 @@ def random_eagle3(rng: Random) -> DraftCheckpoint:
 
 
 def save_appended_mtp(
-    name: str, directory: Path
+    name: str, directory: Path, others: Mapping[str, object] | None = None
 ) -> tuple[transformers.PreTrainedModel, torch.nn.Module, DraftCheckpoint]:
     """A target of ``CHECKPOINTS`` with a multi-token prediction layer behind its last one, as DeepSeek-V3 is published:
-    transformers' model in float64, its decoder layer that is part of the prediction layer, and the checkpoint."""
+    transformers' model in float64, its decoder layer that is part of the prediction layer, and the checkpoint.
+    ``others``: see ``save_checkpoint``."""
     indexed = {"indexer_types": ["full", "shared", "shared", "full"]} if name == "glm-5-shared" else {}
-    model = save_checkpoint(name, directory, {"num_hidden_layers": TARGET_LAYERS + 1, **indexed})
+    model = save_checkpoint(name, directory, {"num_hidden_layers": TARGET_LAYERS + 1, **indexed, **(others or {})})
     block, model.model.layers = model.model.layers[-1], model.model.layers[:-1]
     model.config.num_hidden_layers = TARGET_LAYERS
     made = _read_one_file(directory, {"num_hidden_layers": TARGET_LAYERS, "num_nextn_predict_layers": 1})

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, read_token_map
+from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, LayerSite, SelfAttention
 from fenceline.layers.forward_batch import ForwardBatch
@@ -152,8 +153,9 @@ class MTPLayer:
         self.block = block
         self.token_norm = context.norm(size, eps)
         self.hidden_norm = context.norm(size, eps)
-        own = f"{context.module}{names.input_proj}."
-        if not any(name.startswith(own) and not name.endswith(".weight") for name in tensors):
+        own, stored = f"{context.module}{names.input_proj}.", context.format
+        is_plain = not any(name.startswith(own) and not name.endswith(".weight") for name in tensors)
+        if stored is not None and stored.method != ON_LINE_METHOD and is_plain:
             context = replace(context, format=None)
         self.input_proj = ReplicatedLinear(names.input_proj, 2 * size, size, False, context)
         self.final_norm = context.norm(size, eps)

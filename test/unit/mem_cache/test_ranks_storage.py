@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from draft_checkpoints import save_appended_mtp
 from model_parity import save_checkpoint
 from ranks import Ranks
 from scheduler_driver import Driver, make_model_driver, request
@@ -199,12 +200,15 @@ def test_pages_of_another_number_of_ranks_are_not_found(tmp_path: Path, expected
     [("deepseek-v2-lite", 2, "layer_first"), ("deepseek-v2-lite", 4, "page_first"), ("glm-5-shared", 2, "page_first")],
 )
 def test_a_row_that_all_ranks_have_is_kept_once(name: str, num_ranks: int, mem_layout: str, tmp_path: Path) -> None:
-    """Latents and an indexer's keys, from the host and from storage: each rank keeps a share there, and has the whole
-    rows after a load."""
+    """Latents, and an indexer's keys, the target's and its draft's, from the host and from storage: each rank keeps a
+    share there, and has the whole rows after a load."""
     sizes = {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 512}
+    drafts: dict[str, object] = {}
     if name == "glm-5-shared":
-        sizes["num_key_value_heads"] = 4
-    save_checkpoint(name, tmp_path / "model", sizes)
+        save_appended_mtp(name, tmp_path / "model", {**sizes, "num_key_value_heads": 4})
+        drafts["speculative_algorithm"] = "NEXTN"
+    else:
+        save_checkpoint(name, tmp_path / "model", sizes)
     texts = [[3 + token % 90 for token in prompt] for prompt in prompts()]
     flags: dict[str, object] = {
         "model_path": str(tmp_path / "model"),
@@ -212,6 +216,7 @@ def test_a_row_that_all_ranks_have_is_kept_once(name: str, num_ranks: int, mem_l
         "hicache_mem_layout": mem_layout,
         "hicache_write_policy": "write_through",
         "memory_check": "order",
+        **drafts,
     }
     alone = make_model_driver(model_path=str(tmp_path / "model"), page_size=PAGE)
     expected = [tokens for tokens, _ in ask(alone, texts)]

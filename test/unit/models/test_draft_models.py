@@ -29,12 +29,16 @@ from draft_checkpoints import (
 from draft_reference import AppendedReference, Reference, target_states
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from paged_draft import PagedDraft, Rows
+from quantized_checkpoints import FP8_FORMATS, write_published
 from ranks import Ranks
+from safetensors.torch import load_file, save_file
 
 from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import AuxHiddenStates, ForwardMode, PieceBuffers
+from fenceline.layers.weight import DenseWeight
 from fenceline.models.draft import DraftModel, StandaloneDraft
+from fenceline.models.draft_families import MTPDraft
 from fenceline.models.loader import load_draft_model
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
@@ -300,6 +304,32 @@ def test_ids_of_the_draft_vocabulary(tmp_path: Path) -> None:
 
 def bytes_of(tensors: Tensors) -> int:
     return sum(tensor.numel() * 4 for tensor in tensors.values() if tensor.is_floating_point())
+
+
+@pytest.mark.parametrize("leaves_plain", [True, False])
+def test_a_projection_that_a_quantised_checkpoint_may_leave_plain(tmp_path: Path, leaves_plain: bool) -> None:
+    """DeepSeek-V3 is published in FP8 blocks but for eh_proj, which its config.json does not say."""
+    _, _, made = save_appended_mtp("deepseek-v3", tmp_path / "plain")
+    published, name = FP8_FORMATS["fp8-blocks"], "model.layers.3.eh_proj"
+    write_published(tmp_path / "plain", tmp_path / "fp8", published)
+    folders = {"fp8": tmp_path / "fp8", "meant": tmp_path / "fp8" / "dequantised"}
+    if not leaves_plain:
+        parts, meant = published.quantise(made.tensors[f"{name}.weight"])
+        stored = {f"{name}.{suffix}": part for suffix, part in parts.items()}
+        for folder, changes in ((folders["fp8"], stored), (folders["meant"], {f"{name}.weight": meant})):
+            save_file(load_file(folder / "model.safetensors") | changes, folder / "model.safetensors")
+    ids = tokens(20, 4)
+
+    def run(folder: Path) -> torch.Tensor:
+        ours = PagedDraft(folder, 16, NEXTN, None)
+        (hidden,) = ours.target_step([(1, ids, 0, 19)])
+        ((logits, _),) = ours.draft_step([Rows(1, 0, ids[1:], hidden)], ForwardMode.EXTEND)
+        assert isinstance(ours.draft, MTPDraft)
+        is_plain = isinstance(ours.draft.mtp_layers[0].input_proj.weight, DenseWeight)
+        assert is_plain == (leaves_plain or folder == folders["meant"])
+        return logits
+
+    close(run(folders["fp8"]), run(folders["meant"]).double(), 1e-3)
 
 
 def test_a_copy_of_the_targets_embedding_costs_no_memory(tmp_path: Path) -> None:
