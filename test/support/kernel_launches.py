@@ -377,7 +377,7 @@ def _grouped_products() -> Iterator[Launch]:
     # Tokens, experts for each, those that are hit, all, padded tokens, features, inputs, gated, by tiles, biases.
     shapes = (
         (7, 2, [0, 2, 5], 6, 1, 24, 40, True, True, False),
-        (35, 1, [1], 3, 2, 17, 16, False, True, True),
+        (35, 1, [2], 3, 2, 17, 16, False, True, True),
         (3, 2, [0, 2, 5], 6, 1, 23, 40, True, False, True),
         (7, 2, [0, 2, 5], 6, 1, 24, 140, True, True, False),
         (3, 2, [0, 2, 5], 6, 1, 23, 140, False, False, False),
