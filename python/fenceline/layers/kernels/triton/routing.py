@@ -156,8 +156,6 @@ def _route_variant(
         "BLOCK_K": triton.next_power_of_2(top_k),
         "ROWS": rows,
         "NUM_GROUPS": num_groups,
-        "BLOCK_G": triton.next_power_of_2(num_groups),
-        "BLOCK_S": triton.next_power_of_2(num_experts // num_groups),
         "TOP_GROUPS": top_groups,
         "SCORED_BY": scored_by,
         "SIGMOID": sigmoid,
@@ -222,24 +220,17 @@ def _store_order(order, tokens, live, padded, slot, start, start_padded, TOP_K: 
 
 
 @triton.jit
-def _scores(x, highest, total, SIGMOID: tl.constexpr):
-    """The scores of logits x; of softmaxes with their largest logit and the sum of the exponentials."""
-    return tl.sigmoid(x) if SIGMOID else tl.exp(x - highest) / total
-
-
-@triton.jit
-def _comparable(scores, exists):
-    """NaN becomes the lowest score, so that what is chosen always exists."""
-    return tl.where(exists, tl.where(scores >= _LEAST, scores, _LEAST), float("-inf"))
+def _best_two(a, second_a, b, second_b):
+    """The two highest scores of both sides, of which each has its own two."""
+    return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), tl.maximum(second_a, second_b))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sink_slots"])
 def _route_kernel(
     logits, correction, out_slots, ids, weights, order, ends, counts, num_tokens, num_sink_slots, scaling,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, SCORED_BY: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
-    CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SCORED_BY: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """If ``counts`` is None, one program handles all tokens. Else each writes how many pairs each expert has."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -251,40 +242,35 @@ def _route_kernel(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     x = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], mask=wanted, other=0.0)
-    highest = tl.zeros((ROWS,), dtype=tl.float32)
-    total = highest
-    if not SIGMOID:
-        highest = tl.max(tl.where(exists[None, :], x, float("-inf")), 1)
-        total = tl.sum(tl.where(exists[None, :], tl.exp(x - highest[:, None]), 0.0), 1)
-    scores = _scores(x, highest[:, None], total[:, None], SIGMOID)
+    if SIGMOID:
+        scores = tl.sigmoid(x)
+    else:
+        x = tl.where(exists[None, :], x, float("-inf"))
+        exps = tl.exp(x - tl.max(x, 1)[:, None])
+        scores = exps / tl.sum(exps, 1)[:, None]
     chosen_by = scores
     if CORRECTED:
         chosen_by += tl.load(correction + experts, mask=exists, other=0.0)[None, :]
-    chosen_by = _comparable(chosen_by, exists[None, :])
+    # NaN scores become the lowest score, so that the chosen expert always exists.
+    chosen_by = tl.where(chosen_by >= _LEAST, chosen_by, _LEAST)
+    chosen_by = tl.where(exists[None, :], chosen_by, float("-inf"))
     if NUM_GROUPS > 1:
-        # The same scores once more, [ROWS, groups, experts of a group], so that one reduction is enough for all groups.
+        # Everything keeps the shape of the scores: a shape with an axis for groups costs most of the registers.
         size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-        groups = tl.arange(0, BLOCK_G)
-        members = tl.arange(0, BLOCK_S)
-        of_group = groups[:, None] * size + members[None, :]
-        real = (groups < NUM_GROUPS)[:, None] & (members < size)[None, :]
-        wanted = live[:, None, None] & real[None, :, :]
-        x = tl.load(logits + tokens[:, None, None] * NUM_EXPERTS + of_group[None, :, :], mask=wanted, other=0.0)
-        grouped = _scores(x, highest[:, None, None], total[:, None, None], SIGMOID)
-        if CORRECTED:
-            grouped += tl.load(correction + of_group, mask=real, other=0.0)[None, :, :]
-        grouped = _comparable(grouped, real[None, :, :])
-        sums = tl.max(grouped, 2)
-        if SCORED_BY == 2:
-            first = tl.argmax(grouped, 2)
-            rest = tl.where(members[None, None, :] == first[:, :, None], float("-inf"), grouped)
-            sums = tl.maximum(sums + tl.max(rest, 2), _LEAST)
-        sums = tl.where((groups < NUM_GROUPS)[None, :], sums, float("-inf"))
+        group = experts // size
+        by_group = tl.full((ROWS, BLOCK_E), float("-inf"), dtype=tl.float32)  # each expert has its group's score
+        for g in range(NUM_GROUPS):
+            inside = ((group == g) & exists)[None, :]
+            own = tl.where(inside, chosen_by, float("-inf"))
+            none = tl.full((ROWS, BLOCK_E), float("-inf"), dtype=tl.float32)
+            first, second = tl.reduce((own, none), 1, _best_two)
+            total = tl.maximum(first + second, _LEAST) if SCORED_BY == 2 else first
+            by_group = tl.where(inside, total[:, None], by_group)
         opened = tl.zeros((ROWS, BLOCK_E), dtype=tl.int32)
         for _ in range(TOP_GROUPS):
-            best = tl.argmax(sums, 1)
-            opened = tl.where((experts // size)[None, :] == best[:, None], 1, opened)
-            sums = tl.where(groups[None, :] == best[:, None], float("-inf"), sums)
+            hit = group[None, :] == (tl.argmax(by_group, 1) // size)[:, None]
+            opened = tl.where(hit, 1, opened)
+            by_group = tl.where(hit, float("-inf"), by_group)
         chosen_by = tl.where(opened != 0, chosen_by, float("-inf"))
     padded = (tl.load(out_slots + tokens, mask=live, other=0) < num_sink_slots).to(tl.int32)
     slot = tl.full((ROWS, BLOCK_E), -1, dtype=tl.int32)
@@ -296,8 +282,8 @@ def _route_kernel(
         tl.store(ids + tokens * TOP_K + j, tl.where(padded != 0, NUM_EXPERTS, best).to(tl.int64), mask=live)
     chosen = slot >= 0
     if RENORMALISE:
-        divisor = tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20  # all sigmoids may be zero
-        scores = scores / divisor[:, None]
+        total = tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20  # all sigmoids may be zero
+        scores = scores / total[:, None]
     scores *= scaling
     tl.store(weights + tokens[:, None] * TOP_K + slot, scores, mask=chosen & live[:, None])
     count = tl.sum((chosen & (live & (padded == 0))[:, None]).to(tl.int32), 0)
