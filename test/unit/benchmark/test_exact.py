@@ -176,11 +176,9 @@ def test_a_wrong_name_costs_no_reference(
 
 @pytest.mark.long
 def test_answers_are_the_same_bits_in_any_company(tmp_path: Path) -> None:
-    short = ["--requests", "28", "--longest", "200", "--workers", "8", "--seconds", "30"]
+    short = ["--requests", "28", "--longest", "200", "--workers", "8", "--seconds", "30", "--jitter", "1"]
     command = [sys.executable, str(SCRIPT), "run", "--device", "cpu", "--out", str(tmp_path), *short]
-    configs = ("everything", "eagle3_tree")
-    done = subprocess.run([*command, "--jitter", "1", "--configs", *configs], capture_output=True, text=True)
+    done = subprocess.run([*command, "--configs", "everything"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    pieces = [json.loads(text) for text in (tmp_path / "pieces.jsonl").read_text().splitlines()]
-    assert [piece["config"] for piece in pieces] == [*configs]
-    assert all(piece["answers"] and piece["events"]["replays"] for piece in pieces)
+    (piece,) = (json.loads(text) for text in (tmp_path / "pieces.jsonl").read_text().splitlines())
+    assert piece["answers"] and piece["events"]["replays"]
