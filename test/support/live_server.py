@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.005)  # so that the server gets the CPU
+        time.sleep(0.02)  # so that the server gets the CPU
 
 
 def tokens_of(client: httpx.Client, text: str) -> list[int]:
