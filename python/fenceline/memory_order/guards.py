@@ -200,8 +200,9 @@ def first_of_best(scores: torch.Tensor, num: int) -> torch.Tensor:
     scores the first are taken."""
     if scores.shape[-1] <= num:
         return torch.ones_like(scores, dtype=torch.bool)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :num], True)
+    least = scores.topk(num, dim=-1).values[..., -1:]
+    better, equal = scores > least, scores == least
+    return better | equal & (equal.cumsum(-1) <= num - better.sum(-1, keepdim=True))
 
 
 def _itself(_layer: int, made: Any) -> Any:
