@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guarded_runs import kinds, page_sizes
-from speculative_driver import EAGLE, STANDALONE, models, plain_answers, requests
-from speculative_guards import run
+from guarded_runs import page_sizes
+from speculative_driver import EAGLE, STANDALONE, models, plain_answers, requests, target_of
+from speculative_guards import by_kind, run
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
 
 __all__ = ["models"]  # a fixture
 
 
-@kinds
+@by_kind((EAGLE, "eagle"), (STANDALONE, "near"))
 @page_sizes
-def test_tokens_are_those_without_speculation(kind: str, page_size: int, models: dict[str, Path]) -> None:
-    reqs = requests(3, num=12)
-    plain = plain_answers(models, reqs)
-    for algorithm, draft in ((EAGLE, "eagle"), (STANDALONE, "near")):
-        assert run(models, kind, algorithm=algorithm, draft=draft, page_size=page_size)[0] == plain
-
-
-@kinds
-@page_sizes
-def test_slots_of_the_last_steps_table_show(kind: str, page_size: int, models: dict[str, Path]) -> None:
-    expected, _ = run(models, kind, page_size=page_size)
-    assert run(models, kind, "step_slots", page_size=page_size)[0] != expected
+def test_tokens_are_those_without_speculation(
+    kind: str, algorithm: SpeculativeAlgorithm, draft: str, page_size: int, models: dict[str, Path]
+) -> None:
+    plain = plain_answers(models, requests(3, num=12), target_of(draft))
+    assert run(models, kind, algorithm=algorithm, draft=draft, page_size=page_size)[0] == plain
+    if draft != "near":
+        assert run(models, kind, "step_slots", algorithm=algorithm, draft=draft, page_size=page_size)[0] != plain

@@ -19,7 +19,7 @@ from guarded_runs import (
     unguarded,
 )
 from speculative_driver import EAGLE, STANDALONE, models
-from speculative_guards import run
+from speculative_guards import by_kind, run
 from step_traces import random_trace
 from trace_runner import first_difference, make_runner, play
 
@@ -69,8 +69,7 @@ def test_padding_holds_however_late_a_stream_is(name: str) -> None:
     assert first_difference(play(runners("cuda", 16)[0], batches), play(runner, batches)) == ""
 
 
-@kinds
-@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
+@by_kind((EAGLE, "eagle"), (STANDALONE, "near"))
 def test_without_pads_the_last_batch_shows_in_speculative_steps(
     kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
 ) -> None:

@@ -16,11 +16,12 @@ from guarded_runs import (
     spin_before_copies,
     trace_shape,
 )
-from speculative_driver import models
-from speculative_guards import run
+from speculative_driver import EAGLE, models
+from speculative_guards import by_kind, run
 from step_traces import random_trace, steady_trace
 from trace_runner import first_difference, make_runner, play
 
+from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import LeaseError, open_device
 
 __all__ = ["models"]  # a fixture
@@ -68,10 +69,12 @@ def test_a_result_that_is_no_copy_is_overwritten(severed: str) -> None:
     assert bool(first_difference(expected, got)) == bool(severed)
 
 
-@kinds
-def test_a_draft_goes_on_from_the_hidden_states_of_its_own_step(kind: str, models: dict[str, Path]) -> None:
+@by_kind((EAGLE, "eagle"))
+def test_a_draft_goes_on_from_the_hidden_states_of_its_own_step(
+    kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
+) -> None:
     """Those of an earlier step change no token, but what is proposed."""
-    expected, drafts = run(models, kind)
-    assert run(models, kind) == (expected, drafts)
-    tokens, others = run(models, kind, "kept_hidden")
+    expected, drafts = run(models, kind, algorithm=algorithm, draft=draft)
+    assert run(models, kind, algorithm=algorithm, draft=draft) == (expected, drafts)
+    tokens, others = run(models, kind, "kept_hidden", algorithm=algorithm, draft=draft)
     assert tokens == expected and others != drafts

@@ -10,7 +10,7 @@ import pytest
 import torch
 from guarded_runs import check_random_steps, corruption, kinds, page_sizes, runners, trace_shape, unguarded
 from speculative_driver import EAGLE, STANDALONE, models
-from speculative_guards import run
+from speculative_guards import by_kind, run
 from step_traces import PLAIN, random_trace
 from trace_runner import play
 
@@ -81,8 +81,7 @@ def test_lengths_derived_in_place_are_seen(kind: str) -> None:
         play_watched(runner, batches)
 
 
-@kinds
-@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
+@by_kind((EAGLE, "eagle"), (STANDALONE, "near"))
 def test_the_lengths_of_a_drafts_forwards_are_its_own(
     kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
 ) -> None:

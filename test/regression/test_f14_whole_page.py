@@ -6,10 +6,11 @@ from pathlib import Path
 from random import Random
 
 from draft_checkpoints import VOCAB
-from guarded_runs import kinds
 from scheduler_driver import Driver, request
-from speculative_driver import models
-from speculative_guards import Drafts, make_guarded
+from speculative_driver import EAGLE, models
+from speculative_guards import Drafts, by_kind, make_guarded
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
 
 __all__ = ["models"]  # a fixture
 
@@ -22,13 +23,17 @@ def evict(driver: Driver) -> None:
         driver.step()
 
 
-def drafts_before_and_after_the_host(models: dict[str, Path], kind: str, severed: str = "") -> list[Drafts]:
+def drafts_before_and_after_the_host(
+    models: dict[str, Path], kind: str, algorithm: SpeculativeAlgorithm, draft: str, severed: str = ""
+) -> list[Drafts]:
     """Of one request, served twice: its prefix is computed, and then it comes from the host, into pages that have held
     something else meanwhile."""
     driver, drafts = make_guarded(
         models,
         kind,
         severed,
+        algorithm,
+        draft,
         page_size=16,
         enable_hierarchical_cache=True,
         hicache_ratio=4.0,
@@ -56,13 +61,17 @@ def drafts_before_and_after_the_host(models: dict[str, Path], kind: str, severed
     return served
 
 
-@kinds
-def test_drafts_are_the_same_after_a_load_from_the_host(kind: str, models: dict[str, Path]) -> None:
-    computed, loaded = drafts_before_and_after_the_host(models, kind)
+@by_kind((EAGLE, "eagle"))
+def test_drafts_are_the_same_after_a_load_from_the_host(
+    kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
+) -> None:
+    computed, loaded = drafts_before_and_after_the_host(models, kind, algorithm, draft)
     assert computed == loaded and len(computed) > 5
 
 
-@kinds
-def test_without_the_drafts_layers_it_proposes_something_else(kind: str, models: dict[str, Path]) -> None:
-    computed, loaded = drafts_before_and_after_the_host(models, kind, "whole_page")
+@by_kind((EAGLE, "eagle"))
+def test_without_the_drafts_layers_it_proposes_something_else(
+    kind: str, algorithm: SpeculativeAlgorithm, draft: str, models: dict[str, Path]
+) -> None:
+    computed, loaded = drafts_before_and_after_the_host(models, kind, algorithm, draft, "whole_page")
     assert computed != loaded

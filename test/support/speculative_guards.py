@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from scheduler_driver import Driver, answers
-from speculative_driver import make_driver, requests
+from speculative_driver import LATENT_DRAFTS, make_driver, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
+
+
+def by_kind(*drafts: tuple[SpeculativeAlgorithm, str]) -> pytest.MarkDecorator:
+    """Runs a test with each of ``drafts`` on each kind of device, and with drafts over latents on a CPU."""
+    on_gpu = [pytest.param("cuda", *draft, marks=pytest.mark.gpu) for draft in drafts]
+    on_cpu = [("cpu", *draft) for draft in (*drafts, *LATENT_DRAFTS)]
+    return pytest.mark.parametrize(("kind", "algorithm", "draft"), [*on_cpu, *on_gpu])
+
 
 Drafts = list[list[list[int]]]  # by step and request: the last token, then the proposed ones
 
