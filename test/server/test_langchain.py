@@ -9,17 +9,15 @@ import asyncio
 from collections.abc import Iterator
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from live_server import LiveServer
 from pydantic import BaseModel, Field
 
-pytest.importorskip("langchain_openai", reason="the extra 'test' is not installed: no langchain-openai")
-
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+if TYPE_CHECKING:
+    from langchain_core.tools import BaseTool
+    from langchain_openai import ChatOpenAI
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 TEMPLATE = (
@@ -46,20 +44,27 @@ class Trip(BaseModel):
     stops: list[Place] = Field(min_length=1, max_length=2)
 
 
-@tool
 def calculator(operation: Literal["add", "subtract"], left: Literal[12, 13], right: Literal[30, 31]) -> int:
     """Computes."""
     return left + right if operation == "add" else left - right
 
 
-@tool
 def clock(zone: Literal["utc", "local"]) -> str:
     """Tells the time."""
     return f"12:30 {zone}"
 
 
 @pytest.fixture(scope="module")
+def tools() -> list[BaseTool]:
+    """``calculator`` and ``clock``. Langchain's import takes a second and more, also of who collects the tests only."""
+    from langchain_core.tools import tool
+
+    return [tool(calculator), tool(clock)]
+
+
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    pytest.importorskip("langchain_openai", reason="the extra 'test' is not installed: no langchain-openai")
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
     flags = ["--chat-template", str(template), "--tool-call-parser", "qwen25", "--max-total-tokens", "8192"]
@@ -75,6 +80,8 @@ def llm(server: LiveServer) -> ChatOpenAI:
 
 
 def make(server: LiveServer, **options: Any) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     defaults = {"temperature": 0, "max_retries": 0, "timeout": 120, "max_completion_tokens": 400}
     return ChatOpenAI(model="demo", base_url=f"{server.base_url}/v1", api_key="none", **{**defaults, **options})
 
@@ -107,19 +114,21 @@ def test_structured_output_of_a_plain_schema(llm: ChatOpenAI) -> None:
     assert answer in ({"one": "left"}, {"one": "right"})
 
 
-def test_a_loop_of_tools(llm: ChatOpenAI) -> None:
+def test_a_loop_of_tools(llm: ChatOpenAI, tools: list[BaseTool]) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+
     messages: list[Any] = [SystemMessage("You use tools."), HumanMessage(SUM)]
-    called = llm.bind_tools([calculator, clock], tool_choice="calculator").invoke(messages)
+    called = llm.bind_tools(tools, tool_choice="calculator").invoke(messages)
     [call] = called.tool_calls
     assert call["name"] == "calculator" and called.response_metadata["finish_reason"] in ("stop", "tool_calls")
-    messages += [called, calculator.invoke(call)]
+    messages += [called, tools[0].invoke(call)]
     assert isinstance(messages[-1], ToolMessage) and messages[-1].content in ("42", "43", "44", "-18", "-19", "-17")
-    last = llm.bind_tools([calculator, clock], tool_choice="none").invoke(messages)
+    last = llm.bind_tools(tools, tool_choice="none").invoke(messages)
     assert isinstance(last, AIMessage) and last.tool_calls == []
 
 
-def test_calls_are_streamed_in_parts(llm: ChatOpenAI) -> None:
-    bound = llm.bind_tools([calculator, clock], tool_choice="any", parallel_tool_calls=False)
+def test_calls_are_streamed_in_parts(llm: ChatOpenAI, tools: list[BaseTool]) -> None:
+    bound = llm.bind_tools(tools, tool_choice="any", parallel_tool_calls=False)
     whole = bound.invoke(SUM)
     assert [call["name"] in ("calculator", "clock") for call in whole.tool_calls] == [True]
     chunks = list(bound.stream(SUM))
@@ -130,11 +139,11 @@ def test_calls_are_streamed_in_parts(llm: ChatOpenAI) -> None:
     assert without_ids == [(call["name"], call["args"]) for call in whole.tool_calls]
 
 
-def test_the_responses_api(server: LiveServer) -> None:
+def test_the_responses_api(server: LiveServer, tools: list[BaseTool]) -> None:
     llm = make(server, use_responses_api=True)
     assert llm.invoke(SUM).text == "42"
     assert reduce(add, llm.stream(SUM)).text == "42"
-    [call] = llm.bind_tools([calculator], tool_choice="calculator").invoke(SUM).tool_calls
+    [call] = llm.bind_tools(tools[:1], tool_choice="calculator").invoke(SUM).tool_calls
     assert call["name"] == "calculator" and set(call["args"]) == {"operation", "left", "right"}
 
 
