@@ -41,11 +41,21 @@ LATENT_DRAFTS = [(NEXTN, "deepseek-v3"), (NEXTN, "glm-5-shared")]
 NUM_MTP_LAYERS = 4  # layers of "mtp", each for one step; the target has one
 
 
+_models: dict[str, Path] = {}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target with a multi-token prediction layer, drafts for it, and a draft that is almost equal to the target."""
+    """A target with a multi-token prediction layer, drafts for it, and a draft that is almost equal to the target. They
+    are saved once, though pytest has a fixture for each file that imports this one."""
+    if not _models:
+        _models.update(_save_models(tmp_path_factory.mktemp("models")))
+    return _models
+
+
+def _save_models(folder: Path) -> dict[str, Path]:
     torch.manual_seed(7)
-    rng, folder = Random(7), tmp_path_factory.mktemp("models")
+    rng = Random(7)
     save_target("llama", folder / "target")
     add_mtp(folder / "target", 1)
     save_target("llama", folder / "mtp")
