@@ -118,8 +118,8 @@ class ReferencePlan(AttentionPlan):
         return self._attend_over(reads, layer_id, q, k.shape[1], scale)
 
     def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
-        """For each read which tokens each query attends to, in the form of ``Requests.reads``. Where a query sees no more
-        than ``top_k`` these are all, and attention is what it is without an indexer."""
+        """For each read which tokens each query attends to, in the form of ``Requests.reads``. Where a query sees
+        no more than ``top_k`` these are all, and attention is what it is without an indexer."""
         keys_of_layer, selected, first = self._kv_pool.row(layer_id, INDEX).squeeze(1), [], 0
         for slots, visible in self._reads:
             num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
