@@ -74,7 +74,7 @@ class KernelAccesses(Protocol):
         """The next kernel may begin once all blocks of this one have come to this point."""
 
 
-Compute = Callable[..., None]
+Compute = Callable[..., object]
 Launcher = Callable[["Kernel", Compute, tuple[Any, ...]], None]
 
 _launchers: dict[str, Launcher] = {}
