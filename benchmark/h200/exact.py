@@ -55,6 +55,7 @@ _SEED = 7  # of the servers: of dummy weights, and of seeds that requests do not
 _ANSWER = 48  # most tokens of an answer
 _MOST_ERRORS = 20  # after as many, or as many different answers, a configuration ends early
 _TIMEOUT_S = 300.0
+_FLUSH = f"/flush_cache?timeout={_TIMEOUT_S - 10:g}"  # a busy CPU takes minutes for what is pending
 _LEAST_S = 5.0  # of a configuration, however long the server's start has taken
 
 
@@ -372,7 +373,7 @@ class Company:
                     await self._client.post("/update_weights_from_disk", body)
                 else:
                     self._open.clear()
-                    await self._client.post("/flush_cache?timeout=60")
+                    await self._client.post(_FLUSH)
             except RequestFailed as error:
                 self.tally.errors.append(str(error))
             self._open.set()
@@ -471,7 +472,7 @@ async def answer_in_company(server: BenchServer, pool: Sequence[Json], reference
         server.raise_if_dead()
         tally = company.tally
         try:
-            await client.post("/flush_cache?timeout=60")
+            await client.post(_FLUSH)
         except RequestFailed as error:
             tally.errors.append(str(error))
     after = state_of(server.url)
