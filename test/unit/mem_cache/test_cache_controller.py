@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
 from page_pools import Shape, device_pages, host_pages, ids, make_pools
+from recording_device import RecordingDevice, RecordingStream
 
 from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
@@ -60,6 +62,15 @@ class Waits:
             wait(stream, after, edge)
 
         monkeypatch.setattr(Stream, "wait", recording)
+
+
+def test_a_load_waits_for_users_of_its_pages_and_for_their_tags() -> None:
+    """With --memory-check full FORWARD may still take old leases from the pages that a load is to tag."""
+    device = RecordingDevice()
+    rig, steps, stores = Rig(device), device.forward.record(), device.store.record()
+    rig.controller._tags = Mock(retired_until=Points.of(steps))
+    rig.load([1], [2], Points.of(stores))
+    assert isinstance(device.load, RecordingStream) and set(device.load.waits) == {steps, stores}
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
