@@ -57,9 +57,9 @@ def backend_of(setting: AttentionSetting) -> _Cut:
 
 
 def cuts(backend: _Cut, tiles: int) -> Iterator[DecodeConfig]:
-    for block, warps, stages, each, blocks in itertools.product((16, 32, 64), (4, 8), (3, 5, 7), (1, 2), (1, 4, 16)):
+    for block, warps, stages, each, blocks in itertools.product((16, 32, 64), (4, 8), (3, 5, 7), (1, 2), (1, 2, 8)):
         workers = max(backend.num_sms * each // tiles, 1)
-        yield DecodeConfig(block, workers, warps, stages, backend._launch_pdl, min_blocks=blocks)
+        yield DecodeConfig(block, workers, warps, stages, backend._launch_pdl, min_blocks=blocks, merge_apart=True)
 
 
 def sweep(backend: _Cut, setting: AttentionSetting, batch: MeasuredBatch) -> None:

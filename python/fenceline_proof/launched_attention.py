@@ -114,6 +114,8 @@ class _Plan(AttentionPlan):
             nodes = tree.ancestors, tree.num_queries, tree.num_nodes
             operands = (q, *caches, out, *requests, *work, pool.page_size, *nodes, *beside)
             accesses.decode_attention.launch(attend, *operands)
+            if rules.shared:
+                accesses.merge_pieces.launch(lambda *_: None, *work[:2], inputs.seq_lens, out)
         return out
 
 

@@ -238,7 +238,14 @@ def requests_of(step):  # type: ignore[no-untyped-def]
 
 
 def decode(  # type: ignore[no-untyped-def]
-    step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False, merge_elements=2048, min_blocks=1
+    step,
+    num_workers: int = 3,
+    workspace=None,
+    queries=None,
+    launch_pdl=False,
+    merge_elements=2048,
+    min_blocks=1,
+    merge_apart=False,
 ) -> torch.Tensor:
     """One launch with blocks of 16 tokens. The queries of each request are a chain. Afterwards the workspace must be as
     before."""
@@ -254,7 +261,10 @@ def decode(  # type: ignore[no-untyped-def]
     tiles = query_tiles(num_queries * num_heads // keys.shape[1])
     workspace = workspace or DecodeWorkspace(keys.shape[1], step.values[0].shape[2], 8, keys.device, tiles)
     tree = QueryTree(num_queries, num_queries)
-    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl, merge_elements=merge_elements, min_blocks=min_blocks)
+    config = DecodeConfig(
+        16, num_workers, 4, 2, launch_pdl,
+        merge_elements=merge_elements, min_blocks=min_blocks, merge_apart=merge_apart,
+    )  # fmt: skip
     queries = in_front_of_nan(torch.cat(step.queries)) if queries is None else queries
     output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules)
     assert not workspace.num_done.any()

@@ -501,6 +501,25 @@ def _decodes() -> Iterator[Launch]:
         operands = (q, k_cache, v_cache, out, table, rows, seq_lens, *scratch)
         name = f"decode_attention of {lens}, {num_queries} queries, pages of {page_size}, window {window}"
         yield Launch(name, accesses.decode_attention, operands, run, [out], decode_attention)
+    # Lengths, heads, queries, features of a value, further features of a key.
+    for lens, heads, num_queries, value_dim, tail in (([70, 40], 5, 2, 12, 4), ([64], 5, 1, 16, 16)):
+        tiles = decode_attention.query_tiles(num_queries * heads)
+        workspace = decode_attention.DecodeWorkspace(1, value_dim, 4, torch.device("cpu"), tiles)
+        partial, stats = torch.rand_like(workspace.partial), torch.rand_like(workspace.stats) + 0.5
+        out = torch.empty(len(lens) * num_queries, heads, value_dim + tail)
+
+        def merge(
+            pdl: bool, partial: Any, stats: Any, seq_lens: Any, out: Any,
+            workspace: Any = workspace, nodes: int = num_queries,
+        ) -> None:  # fmt: skip
+            space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
+            space.shape, space.partial, space.stats = workspace.shape, partial, stats
+            config = decode_attention.DecodeConfig(16, 4, 4, 1, pdl, merge_apart=True)
+            tree = QueryTree(nodes, nodes)
+            decode_attention._merge_pieces(out, seq_lens, space, config, 1, tree, LayerRules())
+
+        operands = (partial, stats, torch.tensor(lens), out)
+        yield Launch(f"merge_pieces of {lens}", accesses.merge_pieces, operands, merge, waits_in=decode_attention)
 
 
 def _extends() -> Iterator[Launch]:

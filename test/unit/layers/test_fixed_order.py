@@ -336,7 +336,7 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     constants |= {
         "ancestors_ptr": None, "NUM_WORKERS": 33, "NUM_QUERIES": num_queries, "NUM_NODES": num_queries, "TREE": False,
         "ROWS": 64, "MERGED_ROWS": 4 * num_queries, "PART": 4, "MAX_SEGMENTS": 160, "MERGE": 1, "PDL": True,
-        "NUM_PREFETCHED": 2, "PATHS": 0, "PATH_NODES": 0, "MIN_BLOCKS": 1,
+        "NUM_PREFETCHED": 2, "PATHS": 0, "PATH_NODES": 0, "MIN_BLOCKS": 1, "APART": False,
     }  # fmt: skip
     if name == "tree":
         del constants["ancestors_ptr"]

@@ -40,6 +40,7 @@ PROGRAMMATIC = [
     "reorder_columns",
     "quantize_rows",
     "decode_attention",
+    "merge_pieces",
     "embed_and_join",
     *("router_logits", "route", "choose_experts", "place_pairs", "grouped_product", "combine_experts"),
 ]

@@ -480,12 +480,18 @@ def check_decode_of_latents() -> None:
         options = {"head_dim": width, "rules": latents(value_dim)}
         step = case([70, 1, page_size, 33], [1] * 4, page_size, (heads, 1), **options)
         spoil(step)
-        for num_workers, min_blocks in ((1, 1), (7, 1), (7, 3)):
-            queries = rows_in_front_of_nan(step)
-            agree(decode(step, num_workers, queries=queries, min_blocks=min_blocks), step)
+        for num_workers, min_blocks, merge_apart in ((1, 1, True), (7, 2, True), (7, 1, False)):
+            cut = {"min_blocks": min_blocks, "merge_apart": merge_apart}
+            agree(decode(step, num_workers, queries=rows_in_front_of_nan(step), **cut), step)
         agree(backend_output(step, decoding=True, queries=rows_in_front_of_nan(step)), step)
-        alone = case([90], [1], page_size, (heads, 1), **options)
-        agree(decode(alone, 8), alone)
+    alone = case([90], [1], 16, (20, 1), head_dim=176, rules=latents(160))  # its sums are merged in two chunks
+    agree(decode(alone, 8, merge_apart=True), alone)
+    plain = case([70, 5, 33], [1] * 3, 16, (4, 2))  # a merge apart is for any rows
+    agree(decode(plain, 5, merge_apart=True), plain)
+    many = case(
+        [3, 40] * 33, [1] * 66, 16, (4, 1), head_dim=48, rules=latents()
+    )  # requests merged by some rows at once
+    agree(decode(many, 8, merge_apart=True), many)
     for dtype in TOLERANCES:
         step = case(
             [70, 5], [1, 1], 16, (20, 1), head_dim=48, dtype=dtype, kv_dtype=torch.float8_e4m3fn, rules=latents()
@@ -494,7 +500,7 @@ def check_decode_of_latents() -> None:
 
 
 def check_verify_of_latents() -> None:
-    for lens, trees, num_queries, page_size, heads in verify_cases():
+    for lens, trees, num_queries, page_size, heads in list(verify_cases())[:4]:
         step = case(lens, [num_queries] * len(lens), page_size, (5 * heads[0], 1), head_dim=48, rules=latents())
         agree(verify(step, len(trees[0]), trees), step, trees)
     step = case([5, 45, 90], [2] * 3, 1, (20, 1), head_dim=34, rules=latents(24))
@@ -556,6 +562,7 @@ def compile_for(arch: str) -> None:
     decode = {
         "NUM_WORKERS": 33,
         "MIN_BLOCKS": 1,
+        "APART": False,
         "MAX_SEGMENTS": 0,
         "PATHS": 0,
         "PATH_NODES": 0,
@@ -598,11 +605,16 @@ def compile_for(arch: str) -> None:
     # A latent row of DeepSeek's models, for 16 and 128 heads, as decode_config and extend_config cut the work.
     row = {"NUM_KV_HEADS": 1, "HEAD_DIM": 512, "DIM_PAD": 512, "TAIL": 64, "TAIL_PAD": 64, "SHARED": True}
     row = common | row | {"BLOCK_N": 32, "PAGE_SIZE": 16}
-    few = decode | one | {"GROUP": 16, "MERGED_ROWS": 16, "PART": 16, "MERGE": 1, "MIN_BLOCKS": 4}
+    few = decode | one | {"GROUP": 16, "MERGED_ROWS": 16, "PART": 16, "MERGE": 1, "MIN_BLOCKS": 2, "APART": True}
     many = few | {"GROUP": 128, "ROWS": 64, "MERGED_ROWS": 64, "PART": 32}
     compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl)
     compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 5, pdl, "fp8e4nv")
     compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
+    merge = {name: (row | many)[name] for name in decode_attention._merge_pieces_kernel.arg_names if name in row | many}
+    for part, chunk in ((1, 128), (4, 512)):
+        cut = {"PART": part, "CHUNK": chunk, "MERGE": 8192 // (part * chunk)}
+        ptx = compile_kernel(decode_attention._merge_pieces_kernel, merge | cut, arch, 4, 1, True)
+        assert "ld.global" not in ptx.split("griddepcontrol.wait")[0].replace("ld.global.b64", "")  # but lengths
 
 
 if __name__ == "__main__":

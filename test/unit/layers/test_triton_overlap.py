@@ -149,7 +149,7 @@ def check_decode_attention() -> None:
     from fenceline.layers.kernels.triton import decode_attention as module
 
     shape = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "DIM_PAD": 128, "GROUP": 4, "PAGE_SIZE": 1, "ROWS": 16}
-    shape |= {"TAIL": 0, "TAIL_PAD": 16, "SHARED": False, "MIN_BLOCKS": 1}
+    shape |= {"TAIL": 0, "TAIL_PAD": 16, "SHARED": False, "MIN_BLOCKS": 1, "APART": False}
     shape |= {
         "NUM_QUERIES": 1,
         "NUM_NODES": 1,

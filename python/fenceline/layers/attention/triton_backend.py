@@ -35,8 +35,7 @@ _MAX_WORKERS_PER_SM = 4
 _FIXED_WORKERS_PER_SM = 2  # of tiles that always have 64 rows
 _FIXED_WORKSPACE_BYTES = 256 << 20  # there are fewer workers if their segments need more
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
-# The merge of a piece of a request takes as long as this many blocks of latent rows, because its sums are long too.
-_LATENT_MIN_BLOCKS = 4
+_LATENT_MIN_BLOCKS = 2  # a worker that has fewer blocks of latent rows spares less time than its piece takes to merge
 _LATENT_WORKERS_PER_SM = 2
 
 _ONE_TILE = (1, MIN_ROWS)
@@ -149,11 +148,11 @@ class TritonAttentionBackend(AttentionBackend):
             # The sums of 64 rows fill the registers of eight warps, those of 32 rows half of that.
             is_large = tiles[1] == 64 or self._keys.element_size() > 2
             num_workers = max(self._num_workers(1 if is_large else _LATENT_WORKERS_PER_SM) // tiles[0], 1)
-            if self._keys.element_size() > 2:
-                return DecodeConfig(16, num_workers, 8, 1, self._launch_pdl, min_blocks=2 * _LATENT_MIN_BLOCKS)
+            block_n, num_stages = (16, 1) if self._keys.element_size() > 2 else (32, 5)
             return DecodeConfig(
-                32, num_workers, 8 if is_large else 4, 5, self._launch_pdl, min_blocks=_LATENT_MIN_BLOCKS
-            )
+                block_n, num_workers, 8 if is_large else 4, num_stages, self._launch_pdl,
+                min_blocks=_LATENT_MIN_BLOCKS, merge_apart=True,
+            )  # fmt: skip
         num_workers = max(self._num_workers(2) // tiles[0], 1)
         if self._keys.element_size() > 2:
             return DecodeConfig(32, num_workers, 4, 2, self._launch_pdl)

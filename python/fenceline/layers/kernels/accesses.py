@@ -194,6 +194,11 @@ def decode_attention(
         op.write(written)
 
 
+# The second launch of ``decode_attention.decode_attention``, if it merges apart. Of ``out`` it writes the rows of
+# requests that several workers share.
+merge_pieces = declared("merge_pieces", "partial stats seq_lens out", "seq_lens | > partial stats -> out")
+
+
 @declare_kernel
 def extend_attention(
     op: KernelAccesses,

@@ -12,6 +12,8 @@ the host.
 If a request lies within one section, its worker computes the result. Otherwise each worker writes a partial result for
 its piece of the request to the workspace. The worker that ends last, which an atomic counter shows, merges them in the
 order of the pieces, so results do not depend on timing. No worker waits for another.
+With ``DecodeConfig.merge_apart`` a second launch merges them, with many programs for each request: the sums over
+latents are so long that one worker would take longer to merge them than all have taken to compute them.
 
 With ``launch_pdl`` a worker starts while the preceding kernel still runs, finds its section and prefetches the first
 keys and values of it into L2. It reads q and everything else after the wait. See ``decode_attention`` for what the
@@ -49,6 +51,9 @@ from fenceline.layers.forward_batch import QueryTree
 
 MIN_ROWS = 16  # of a matrix product
 _MAX_ROWS = 64  # the sums of this many rows fit in a worker's registers
+# A merge apart: up to how many requests rows are merged one by one, and in chunks of features, and how many elements of
+# partial results a program has in registers at once.
+_MERGED_ROW_BY_ROW, _MERGED_IN_CHUNKS, _MERGED_CHUNK, _MERGED_ELEMENTS = 64, 8, 128, 8192
 _LOG2_E = 1.4426950408889634
 _SECTOR_BYTES = tl.constexpr(32)  # the smallest unit that a cache fetches
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
@@ -64,7 +69,8 @@ class DecodeConfig:
     first ``num_prefetched`` blocks of each worker into L2. ``max_registers``: how many registers a thread may use; with
     fewer, more workers run on a multiprocessor at once. ``merge_elements`` (a power of two): how many elements of
     partial results each warp holds in registers at once while it merges. ``min_blocks``: a worker that has anything to
-    do has at least so many blocks, because a worker alone merges a request's pieces. ``segment``: the tokens of a
+    do has at least so many blocks, because pieces take time to merge. ``merge_apart``: a second launch does that, which
+    is not possible with segments. ``segment``: the tokens of a
     segment, a multiple of ``block_n``; 0: there are none, and workers' sections are cut anywhere.
     """
 
@@ -77,6 +83,7 @@ class DecodeConfig:
     num_prefetched: int = 2
     merge_elements: int = 2048
     min_blocks: int = 1
+    merge_apart: bool = False
     segment: int = 0
 
 
@@ -186,7 +193,7 @@ def decode_attention(
     if paths:
         batch, num_nodes = batch * paths, 1
     if config.segment:
-        assert config.segment % config.block_n == 0
+        assert config.segment % config.block_n == 0 and not config.merge_apart
         assert workspace.segments and workspace.rows == merged_rows, (workspace.segments, workspace.rows)
     merge_elements = config.merge_elements * config.num_warps
     part = max(min(merged_rows, merge_elements // dim_pad), 1)
@@ -201,12 +208,41 @@ def decode_attention(
         SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
         MIN_BLOCKS=config.min_blocks, SEGMENT=config.segment, MAX_SEGMENTS=workspace.segments,
-        PART=part, MERGE=max(merge_elements // (part * dim_pad), 1),
+        APART=config.merge_apart, PART=part, MERGE=max(merge_elements // (part * dim_pad), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
     )  # fmt: skip
+    if config.merge_apart:
+        _merge_pieces(out, requests.seq_lens, workspace, config, num_kv_heads, tree, rules)
     return out
+
+
+def _merge_pieces(
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
+    num_kv_heads: int,
+    tree: QueryTree,
+    rules: LayerRules,
+) -> None:
+    """Merge the pieces of ``decode_attention``'s launch into ``out``. A program has some rows of a request's tile, and
+    of a few requests some features only. With ``config.launch_pdl`` it reads ``seq_lens`` before its wait."""
+    batch, num_heads, width = len(seq_lens), *out.shape[1:]
+    _, head_dim, (num_tiles, rows) = workspace.shape
+    dim_pad = padded_head_dim(head_dim)
+    part = 1 if batch <= _MERGED_ROW_BY_ROW else 4
+    chunk = min(dim_pad, _MERGED_CHUNK) if batch <= _MERGED_IN_CHUNKS else dim_pad
+    grid = (batch, num_tiles * num_kv_heads * (rows // part), dim_pad // chunk)
+    _merge_pieces_kernel[grid](
+        workspace.partial, workspace.stats, seq_lens, out, batch,
+        NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
+        TAIL=width - head_dim, GROUP=num_heads // num_kv_heads, NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes,
+        WINDOW=rules.window or 0, ROWS=rows, PART=part, CHUNK=chunk, MERGE=max(_MERGED_ELEMENTS // (part * chunk), 1),
+        BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n, MIN_BLOCKS=config.min_blocks, PDL=config.launch_pdl,
+        num_warps=4, launch_pdl=config.launch_pdl,
+    )  # fmt: skip
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -236,8 +272,8 @@ def _decode_kernel(
     NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
     PATHS: tl.constexpr, PATH_NODES: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, PART: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, APART: tl.constexpr,
+    PART: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
     lane, worker = tl.program_id(0), tl.program_id(1)
@@ -361,27 +397,29 @@ def _decode_kernel(
                 tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=row_live)
                 tl.store(stats_ptr + piece * (2 * ROWS) + rows, top)
                 tl.store(stats_ptr + piece * (2 * ROWS) + ROWS + rows, norm)
-            first_worker = request_first // stretch
-            last_worker = (request_end - 1) // stretch
-            counter = num_done_ptr + lane * NUM_WORKERS + first_worker
-            # All threads' stores come before the one thread's release, and its acquire before all threads' loads.
-            tl.debug_barrier()
-            num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            tl.debug_barrier()
-            if num_before == last_worker - first_worker:
-                tl.store(counter, 0)
-                if SEGMENT > 0:
-                    _merge_segments(
-                        out_row, partial_ptr, stats_ptr, sinks_ptr, lane, first_row, first_worker,
-                        request_end - request_first, NUM_WORKERS, MAX_SEGMENTS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL,
-                        GROUP, NUM_QUERIES, MERGED_ROWS, SINKS,
-                    )  # fmt: skip
-                else:
-                    for begin in tl.range(0, MERGED_ROWS, PART, num_stages=1):
-                        _merge(
-                            out_row, partial_ptr, stats_ptr, lane, first_row, begin, first_worker, last_worker,
-                            NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, GROUP, NUM_QUERIES, ROWS, PART, MERGE,
+            if not APART:
+                first_worker = request_first // stretch
+                last_worker = (request_end - 1) // stretch
+                counter = num_done_ptr + lane * NUM_WORKERS + first_worker
+                # All threads' stores come before the one thread's release, and its acquire before all threads' loads.
+                tl.debug_barrier()
+                num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                tl.debug_barrier()
+                if num_before == last_worker - first_worker:
+                    tl.store(counter, 0)
+                    if SEGMENT > 0:
+                        _merge_segments(
+                            out_row, partial_ptr, stats_ptr, sinks_ptr, lane, first_row, first_worker,
+                            request_end - request_first, NUM_WORKERS, MAX_SEGMENTS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD,
+                            TAIL, GROUP, NUM_QUERIES, MERGED_ROWS, SINKS,
                         )  # fmt: skip
+                    else:
+                        for begin in tl.range(0, MERGED_ROWS, PART, num_stages=1):
+                            _merge(
+                                out_row, partial_ptr, stats_ptr, lane, first_row, begin, 0, first_worker, last_worker,
+                                NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, GROUP, NUM_QUERIES, ROWS, PART,
+                                DIM_PAD, MERGE,
+                            )  # fmt: skip
         unit = stop
         request, request_first = next_request, request_end
         seq_len, table_row, path = next_seq_len, next_table_row, next_path
@@ -661,16 +699,18 @@ def _piece(lane, worker, begins, NUM_WORKERS: tl.constexpr):
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, stats_ptr, lane, first_row, begin, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
+    out_ptr, partial_ptr, stats_ptr, lane, first_row, begin, first_dim, first_worker, last_worker,
+    NUM_WORKERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
-    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, MERGE: tl.constexpr,
+    GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of PART rows from ``begin`` on of a request's tile and store the result; ``out_ptr`` points to
-    that of the first query."""
+    """Merge the pieces of PART rows from ``begin`` on of a request's tile, CHUNK features from ``first_dim`` on, and
+    store the result; ``out_ptr`` points to that of the first query."""
     rows = begin + tl.arange(0, PART)
-    dims = tl.arange(0, DIM_PAD)
+    dims = first_dim + tl.arange(0, CHUNK)
     row_live = first_row + rows < NUM_QUERIES * GROUP
-    acc = tl.zeros([PART, DIM_PAD], tl.float32)
+    acc = tl.zeros([PART, CHUNK], tl.float32)
     top = tl.full([PART], _NO_SCORE, tl.float32)
     norm = tl.zeros([PART], tl.float32)
     # Rows are the first axis, so each warp has its own rows, and a thread adds up pieces without exchanging data.
@@ -698,6 +738,37 @@ def _merge(
     out_at = out_ptr + offsets[:, None] + dims[None, :]
     wanted = in_heads(row_live[:, None], dims, HEAD_DIM, DIM_PAD)
     tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _merge_pieces_kernel(
+    partial_ptr, stats_ptr, seq_lens_ptr, out_ptr, batch,
+    NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    TAIL: tl.constexpr, GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr, BATCH_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    request, first_dim = tl.program_id(0), tl.program_id(2) * CHUNK
+    lane, begin = tl.program_id(1) // (ROWS // PART), tl.program_id(1) % (ROWS // PART) * PART
+    first_row = 0
+    if NUM_QUERIES * GROUP > ROWS:
+        first_row = lane // NUM_KV_HEADS * ROWS
+    ids = tl.arange(0, BATCH_PAD)
+    seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
+    num_blocks = _num_units(seq_lens, NUM_NODES, WINDOW, BLOCK_N)
+    stretch = _stretch(tl.sum(num_blocks, 0), NUM_WORKERS, MIN_BLOCKS)
+    first_worker = tl.sum(tl.where(ids < request, num_blocks, 0), 0) // stretch
+    last_worker = (tl.sum(tl.where(ids <= request, num_blocks, 0), 0) - 1) // stretch
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    if (last_worker > first_worker) & (first_row + begin < NUM_QUERIES * GROUP):
+        out_stride: tl.constexpr = NUM_KV_HEADS * GROUP * (HEAD_DIM + TAIL)
+        _merge(
+            out_ptr + request.to(tl.int64) * NUM_QUERIES * out_stride, partial_ptr, stats_ptr, lane, first_row, begin,
+            first_dim, first_worker, last_worker,
+            NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, GROUP, NUM_QUERIES, ROWS, PART, CHUNK, MERGE,
+        )  # fmt: skip
 
 
 @triton.jit
