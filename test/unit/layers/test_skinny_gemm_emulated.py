@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,14 @@ def build(folder: Path, *replacements: tuple[str, str], numbers: str = "kBf16") 
 
 
 @pytest.fixture(scope="module")
-def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    return build(tmp_path_factory.mktemp("skinny"))
+def emulation_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Emulate]:
+    """The emulation with weights of these numbers, built once."""
+    return cache(lambda numbers: build(tmp_path_factory.mktemp("skinny"), numbers=numbers))
+
+
+@pytest.fixture(scope="module")
+def emulate(emulation_of: Callable[[str], Emulate]) -> Emulate:
+    return emulation_of("kBf16")
 
 
 def aligned(values: torch.Tensor) -> torch.Tensor:
@@ -185,9 +192,9 @@ def test_agrees_with_float64(emulate: Emulate, cut: tuple[int, ...]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("numbers", QUANTISED)
-def test_quantised_weights_agree_with_float64(tmp_path: Path, numbers: str) -> None:
+def test_quantised_weights_agree_with_float64(emulation_of: Callable[[str], Emulate], numbers: str) -> None:
     torch.manual_seed(0)
-    emulate = build(tmp_path, numbers=numbers)
+    emulate = emulation_of(numbers)
     bits, group, shapes = QUANTISED[numbers]
     cuts = [cut for cut in QUANTISED_CUTS if cut[0] != 6 or numbers != "kInt4Groups"]
     for (n, k), (turn, cut) in itertools.product(shapes, enumerate(cuts)):
@@ -202,9 +209,11 @@ def test_quantised_weights_agree_with_float64(tmp_path: Path, numbers: str) -> N
 
 
 @pytest.mark.parametrize("numbers", DIRECT_SHAPES)
-def test_weights_that_go_into_registers_agree_with_float64(tmp_path: Path, numbers: str) -> None:
+def test_weights_that_go_into_registers_agree_with_float64(
+    emulation_of: Callable[[str], Emulate], numbers: str
+) -> None:
     torch.manual_seed(0)
-    emulate = build(tmp_path, numbers=numbers)
+    emulate = emulation_of(numbers)
     bits, group, _ = QUANTISED[numbers]
     for (n, k), (turn, (warps_n, warps_k, depth)) in itertools.product(DIRECT_SHAPES[numbers], enumerate(DIRECT_CUTS)):
         weight = make_weight(n, k, bits, group)
@@ -215,9 +224,9 @@ def test_weights_that_go_into_registers_agree_with_float64(tmp_path: Path, numbe
             assert error < 8e-3, (n, k, cut, rows, kind, error)
 
 
-def test_every_fp8_number_is_itself(tmp_path: Path) -> None:
+def test_every_fp8_number_is_itself(emulation_of: Callable[[str], Emulate]) -> None:
     """Each E4M3 number but NaN, times 1, with scales that bring the sums to every size."""
-    emulate = build(tmp_path, numbers="kFp8")
+    emulate = emulation_of("kFp8")
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[~codes.view(FP8).float().isnan()]
     data = torch.zeros(len(codes), 16, dtype=torch.uint8)
