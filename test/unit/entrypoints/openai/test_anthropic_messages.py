@@ -11,8 +11,6 @@ from pydantic import BaseModel
 
 from fenceline.ipc.io_struct import FinishReason
 
-anthropic = pytest.importorskip("anthropic", reason="the extra 'test' is not installed: no anthropic")
-
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {
     "name": "weather",
@@ -28,7 +26,15 @@ def template(tmp_path):
     return str(path)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def anthropic():
+    """Imported for these tests alone: it takes a second, which every process would need that collects them."""
+    return pytest.importorskip("anthropic", reason="the extra 'test' is not installed: no anthropic")
+
+
 def client_of(server):
+    import anthropic
+
     url = str(server.client.base_url).removesuffix("/v1/")
     return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
 
@@ -268,7 +274,7 @@ async def test_what_claude_code_sends(serve, tmp_path, caplog):
         ({"tools": [WEATHER]}, "tools is not available"),
     ],
 )
-async def test_errors_are_anthropics(serve, fields, words):
+async def test_errors_are_anthropics(serve, anthropic, fields, words):
     async with serve() as server:
         with pytest.raises(anthropic.BadRequestError, match=words) as caught:
             await client_of(server).messages.create(**{"model": "byte", "max_tokens": 9, "messages": HI} | fields)
@@ -277,7 +283,7 @@ async def test_errors_are_anthropics(serve, fields, words):
         assert not server.link.sent
 
 
-async def test_a_stream_that_fails_says_so(serve):
+async def test_a_stream_that_fails_says_so(serve, anthropic):
     async with serve() as server:
         server.script.finish = FinishReason(type="abort", status_code=503, message="too long in the queue")
         with pytest.raises(anthropic.APIStatusError, match="too long in the queue"):
