@@ -31,18 +31,7 @@ def visits(when: When, device: str, page_size: int, num_wrong: int) -> None:
     tags[310, 1] = page_tags.ANY_POSITION
     arrived = tags[:, 0].repeat(NUM_LAYERS, 1)
     layer = 1 if when is When.LAYER else NUM_LAYERS - 1
-    wrong: list[tuple[int, int]] = [
-        (3, 0),
-        (3, 299),
-        (1, 3),
-        (5, 129),
-        (5, 7),
-        (3, 150),
-        (3, 151),
-        (1, 4),
-        (5, 64),
-        (5, 2),
-    ]
+    wrong = ((3, 0), (3, 299), (1, 3), (5, 129), (5, 7), (3, 150), (3, 151), (1, 4), (5, 64), (5, 2))
     for number, (row, column) in enumerate(wrong[:num_wrong]):
         page = int(table[row, column])
         if number % 5 == 0:
@@ -54,22 +43,35 @@ def visits(when: When, device: str, page_size: int, num_wrong: int) -> None:
         else:
             tags[page, number % 2] += 7
     findings = torch.zeros((1 + MAX_FINDINGS, FIELDS), dtype=torch.int32)
-    ends = starts if when is When.LAYER else ends
-    operands = [rows, starts + 1, ends, table, expected, tags, arrived, torch.tensor([77]).int(), findings]
+    starts_of = table[rows].clone(), starts, ends if page_size > 1 else starts + 2  # with pages of 1, two for each
+    slots = torch.cat([slots_of(*each, page_size) for each in zip(*starts_of, strict=True)])
+    bounds = torch.tensor([0, *(ends - starts).tolist()]).cumsum(0).int() if page_size > 1 else None
+    slots[2 if bounds is None else bounds[1]] += num_wrong % 3 * page_size  # of the second row
+    operands = [
+        *(rows, starts + 1, starts if when is When.LAYER else ends, slots, bounds),
+        *(table, expected, tags, arrived, torch.tensor([77]).int(), findings),
+    ]
     scalars = (1, page_size, int(when), layer)
-    ours = [operand.clone().to(device) for operand in operands]
+    ours = [None if operand is None else operand.clone().to(device) for operand in operands]
     page_tags._visit_pages(*operands, *scalars)  # type: ignore[arg-type]
     from fenceline.mem_cache.page_tag_kernels import launch_visit
 
     launch_visit(*ours, *scalars)  # type: ignore[arg-type]
-    for name, mine, theirs in zip(("tags", "arrived"), ours[5:7], operands[5:7], strict=True):
-        assert torch.equal(mine.cpu(), theirs), name
-    found, expected_findings = ours[8].cpu(), operands[8]
+    for name, mine, theirs in zip(("tags", "arrived"), ours[7:9], operands[7:9], strict=True):
+        assert mine is not None and theirs is not None and torch.equal(mine.cpu(), theirs), name
+    assert ours[10] is not None and operands[10] is not None
+    found, expected_findings = ours[10].cpu(), operands[10]
     assert found[0, 0] == expected_findings[0, 0] >= num_wrong
     if int(found[0, 0]) <= MAX_FINDINGS:  # the order of programs is free
         assert sorted(found[1:].tolist()) == sorted(expected_findings[1:].tolist())
     else:
         assert (found[1:, 0] == int(when)).all(), "the first findings are kept"
+
+
+def slots_of(table: Tensor, start: Tensor, end: Tensor, page_size: int) -> Tensor:
+    """Of the tokens ``start`` to ``end`` - 1."""
+    positions = torch.arange(int(start), int(end))
+    return table[(positions // page_size).clamp(max=len(table) - 1)].long() * page_size + positions % page_size
 
 
 def retires(device: str) -> None:

@@ -18,6 +18,8 @@ def launch_visit(
     rows: Tensor,
     starts: Tensor,
     ends: Tensor,
+    slots: Tensor,
+    query_starts: Tensor | None,
     page_table: Tensor,
     expected: Tensor,
     tags: Tensor,
@@ -33,11 +35,11 @@ def launch_visit(
     size = rows.shape[0]
     if size == 0:
         return
-    assert all(t.is_contiguous() for t in (rows, starts, ends, page_table, expected, tags, arrived, findings))
+    assert all(t.is_contiguous() for t in (rows, starts, ends, slots, page_table, expected, tags, arrived, findings))
     kernel: Any = _visit_kernel
     kernel[(size, _PARTS)](
-        rows, starts, ends, page_table, expected, tags, arrived, clock, findings,
-        back, page_size, when, layer, page_table.shape[1], tags.shape[0], findings.shape[0] - 1,
+        rows, starts, ends, slots, query_starts, page_table, expected, tags, arrived, clock, findings,
+        back, page_size, when, layer, slots.shape[0] // size, page_table.shape[1], tags.shape[0], findings.shape[0] - 1,
         NUM_LAYERS=arrived.shape[0], FIELDS=findings.shape[1], BLOCK=_BLOCK, PARTS=_PARTS, num_warps=4,
     )  # fmt: skip
 
@@ -89,13 +91,13 @@ def launch_arrive(
     )  # fmt: skip
 
 
-_NUMBERS = ["back", "page_size", "when", "layer", "max_pages", "num_pages", "max_findings"]
+_NUMBERS = ["back", "page_size", "when", "layer", "num_each", "max_pages", "num_pages", "max_findings"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _visit_kernel(
-    rows, starts, ends, page_table, expected, tags, arrived, clock, findings,
-    back, page_size, when, layer, max_pages, num_pages, max_findings,
+    rows, starts, ends, slots, query_starts, page_table, expected, tags, arrived, clock, findings,
+    back, page_size, when, layer, num_each, max_pages, num_pages, max_findings,
     NUM_LAYERS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     req, part = tl.program_id(0), tl.program_id(1)
@@ -105,6 +107,9 @@ def _visit_kernel(
     start = tl.load(starts + req) - back
     num = tl.minimum((tl.load(ends + req) + page_size - 1) // page_size, max_pages).to(tl.int32)
     step = tl.load(clock)
+    first_slot = req.to(tl.int64) * num_each
+    if query_starts is not None:
+        first_slot = tl.load(query_starts + req).to(tl.int64)
     for first in range(part * BLOCK, num, PARTS * BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < num
@@ -116,14 +121,23 @@ def _visit_kernel(
         of_layer = tl.load(of_page + layer.to(tl.int64) * num_pages, mask=named, other=0)
         compared = named & (when != 2)  # before a layer, a load may be writing the tags
         lease = tl.load(tag, mask=compared, other=0)
-        position = tl.load(tag + 1, mask=compared, other=0)
+        held = tl.load(tag + 1, mask=compared, other=0)
         right = named & (of_layer == want)
-        right = right & ((when == 2) | ((lease == want) & ((position == columns) | (position == -1))))
+        right = right & ((when == 2) | ((lease == want) & ((held == columns) | (held == -1))))
         old = inside & (columns * page_size < start)
         checked = old
         if when != 1:
             checked = old | (inside & (page != 0))
         wrong = checked & (right == 0)
+        new = inside & (when == 1) & ((columns + 1) * page_size > start)
+        # Where the first of the step's tokens in each page goes.
+        position = tl.maximum((columns * page_size).to(tl.int64), start)
+        slot = tl.load(slots + first_slot + position - start, mask=new, other=0)
+        target = (slot // page_size).to(tl.int32)
+        offset = position - columns.to(tl.int64) * page_size
+        astray = new & ((target != page) | (slot - target.to(tl.int64) * page_size != offset))
+        was_right = wrong == 0
+        wrong = wrong | astray
         if tl.sum(wrong.to(tl.int32), 0) > 0:
             writer = tl.load(tag + 2, mask=compared, other=0)
             none = tl.zeros_like(columns)
@@ -134,15 +148,17 @@ def _visit_kernel(
             tl.store(out + 1, none + step, mask=kept)
             tl.store(out + 2, none + row.to(tl.int32), mask=kept)
             tl.store(out + 3, columns, mask=kept)
-            tl.store(out + 4, page, mask=kept)
+            tl.store(out + 4, tl.where(was_right & astray, target, page), mask=kept)
             tl.store(out + 5, want, mask=kept)
             tl.store(out + 6, lease, mask=kept)
-            tl.store(out + 7, position, mask=kept)
+            tl.store(out + 7, held, mask=kept)
             tl.store(out + 8, of_layer, mask=kept)
             tl.store(out + 9, writer, mask=kept)
             tl.store(out + 10, none + layer, mask=kept)
         if when == 1:
-            written = named & ((columns + 1) * page_size > start)
+            written = new & (target > 0) & (target < num_pages)
+            tag = tags + target.to(tl.int64) * 3
+            of_page = arrived + target
             tl.store(tag, want, mask=written)
             tl.store(tag + 1, columns, mask=written)
             tl.store(tag + 2, tl.zeros_like(columns) + step, mask=written)

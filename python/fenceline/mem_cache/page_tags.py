@@ -9,9 +9,9 @@ many share it, and the host knows its number when it writes the page into a row'
 ``expected``, a second table beside the page table. So a captured kernel that has a row's length knows all that it must
 find, and no number is a step late.
 
-* A step compares the pages of its rows before its forward, tags those that it writes, and compares all of them after
-  its forward: what was overwritten meanwhile is found too. Both are a kernel each in FORWARD's order, inside the graph
-  where there is one.
+* A step compares the pages of its rows before its forward and tags those to whose slots it writes. After its forward
+  it compares all of them, so that what was overwritten meanwhile is found too. Both are a kernel each in FORWARD's
+  order, inside the graph where there is one.
 * A load notes the lease after each layer. A step that reads the pages compares before each layer, once it has waited
   for it.
 * A page that is retired loses its lease after its Points. It is the tag that is poisoned, not the rows: kernels read
@@ -78,11 +78,14 @@ class When(IntEnum):
 
 class Visited(NamedTuple):
     """The rows whose pages a step visits: ``rows`` [B] int64. Row i holds ``starts[i] - back`` tokens, and the step
-    writes those up to ``ends[i]``, both [B] int64. Row 0, the sink, is left out."""
+    writes those up to ``ends[i]``, both [B] int64, to ``slots`` [T] int64, its own from ``query_starts[i]`` on, [B + 1]
+    int32; None: T / B for each. Row 0, the sink, is left out."""
 
     rows: Tensor
     starts: Tensor
     ends: Tensor
+    slots: Tensor
+    query_starts: Tensor | None = None
     back: int = 0
 
 
@@ -154,9 +157,9 @@ class PageTags:
         """Compare the tags of the pages of ``visited``, or with ``When.LAYER`` that ``layer`` has arrived."""
         layer = self.num_layers - 1 if layer is None else layer
         operands = (
-            visited.rows, visited.starts, visited.starts if when is When.LAYER else visited.ends, self._page_table,
-            self.expected, self.tags, self.arrived, self.clock, self.findings, visited.back, self.page_size, int(when),
-            layer,
+            visited.rows, visited.starts, visited.starts if when is When.LAYER else visited.ends, visited.slots,
+            visited.query_starts, self._page_table, self.expected, self.tags, self.arrived, self.clock, self.findings,
+            visited.back, self.page_size, int(when), layer,
         )  # fmt: skip
         if self.tags.is_cuda:
             from fenceline.mem_cache.page_tag_kernels import launch_visit
@@ -392,7 +395,7 @@ class PageFinding:
         if not 0 < self.page < self.num_pages:
             return "the page table names no page of a request", Hazard.RAW, table
         if self.home not in (0, self.page):
-            return f"the page table should name page {self.home}", Hazard.RAW, table
+            return f"the page table or the step's slots should name page {self.home}", Hazard.RAW, table
         if self.when == When.LAYER:
             return f"layer {self.layer} has not been loaded", Hazard.RAW, to_load
         if self.lease == self.expected:
@@ -425,6 +428,8 @@ def visit_pages(
     rows: Tensor,
     starts: Tensor,
     ends: Tensor,
+    slots: Tensor,
+    query_starts: Tensor | None,
     page_table: Tensor,
     expected: Tensor,
     tags: Tensor,
@@ -439,6 +444,9 @@ def visit_pages(
     """Compare the tags of the pages of ``rows``, see ``Visited``, and before a forward tag those that it writes."""
     for operand in (starts, ends, clock, findings):
         op.read(operand)
+    if when == When.BEFORE:
+        op.read(slots)
+        op.read(query_starts)
     op.read(page_table, rows)
     op.read(expected, rows)
     op.read_rows(arrived[layer], _pages_named, rows, ends, page_table, page_size)
@@ -447,17 +455,19 @@ def visit_pages(
     op.write(findings)
     if when == When.BEFORE:
         for each in (tags, *arrived):
-            op.write_rows(each, _pages_written, rows, starts, ends, page_table, back, page_size)
+            op.write_rows(each, _pages_written, rows, slots, query_starts, page_size)
 
 
 def _pages_named(rows: Tensor, ends: Tensor, page_table: Tensor, page_size: int) -> I64:
-    return _pages_written(rows, torch.zeros_like(ends), ends, page_table, 0, page_size)
-
-
-def _pages_written(rows: Tensor, starts: Tensor, ends: Tensor, page_table: Tensor, back: int, page_size: int) -> I64:
-    columns = torch.arange(page_table.shape[1])
-    inside = (columns < -(-ends // page_size)[:, None]) & ((columns + 1) * page_size > (starts - back)[:, None])
+    inside = torch.arange(page_table.shape[1]) < -(-ends // page_size)[:, None]
     pages = page_table[rows][inside & (rows != 0)[:, None]].long()
+    named: I64 = pages[pages > 0].numpy()
+    return named
+
+
+def _pages_written(rows: Tensor, slots: Tensor, query_starts: Tensor | None, page_size: int) -> I64:
+    counts = len(slots) // len(rows) if query_starts is None else query_starts.diff()
+    pages = slots[(rows != 0).repeat_interleave(counts)] // page_size
     named: I64 = pages[pages > 0].numpy()
     return named
 
@@ -466,6 +476,8 @@ def _visit_pages(
     rows: Tensor,
     starts: Tensor,
     ends: Tensor,
+    slots: Tensor,
+    query_starts: Tensor | None,
     page_table: Tensor,
     expected: Tensor,
     tags: Tensor,
@@ -492,6 +504,15 @@ def _visit_pages(
         lease, at, _ = tag.unbind(2)
         right &= (lease == want) & ((at == columns) | (at == ANY_POSITION))
     wrong = (old if when == When.BEFORE else old | (inside & (pages != 0))) & ~right
+    if when == When.BEFORE:  # where the first of the step's tokens in each page goes
+        new = inside & ((columns + 1) * page_size > starts[:, None])
+        firsts = torch.arange(len(rows)) * (len(slots) // len(rows)) if query_starts is None else query_starts[:-1]
+        positions = torch.maximum(columns * page_size, starts[:, None])
+        slot = slots[torch.where(new, firsts[:, None] + positions - starts[:, None], 0)]
+        targets = slot // page_size
+        astray = new & ((targets != pages) | (slot % page_size != positions % page_size))
+        pages, wrong = torch.where(astray & ~wrong, targets, pages), wrong | astray
+        written = new & (targets > 0) & (targets < len(tags))
     if wrong.any():
         for req, column in wrong.nonzero().tolist():
             findings[0, 0] += 1
@@ -502,10 +523,9 @@ def _visit_pages(
                 fields += [lease, at, int(of_layer[req, column]), writer, layer]
                 findings[number] = torch.tensor(fields, dtype=torch.int32)
     if when == When.BEFORE:
-        written = inside & named & ((columns + 1) * page_size > starts[:, None])
         tag = torch.stack([want, columns.int().expand_as(want), clock.expand_as(want)], dim=2)
-        tags[pages[written]] = tag[written]
-        arrived[:, pages[written]] = want[written]
+        tags[targets[written]] = tag[written]
+        arrived[:, targets[written]] = want[written]
 
 
 @declare_kernel

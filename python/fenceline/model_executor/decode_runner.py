@@ -281,7 +281,8 @@ class DecodeRunner(GraphRunner):
     def _visit_pages(self, size: int, when: When) -> None:
         """``--memory-check full``: compare the tags of the pages of the first ``size`` requests."""
         if self._page_tags is not None:
-            self._page_tags.visit(Visited(self._rows[:size], self._positions[:size], self._seq_lens[:size]), when)
+            rows, starts = self._rows[:size], self._positions[:size]
+            self._page_tags.visit(Visited(rows, starts, self._seq_lens[:size], self._out_slots[:size]), when)
 
     def _forward(self, size: int, attn: AttentionPlan, logits_out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [size, vocab_size] in the model's dtype, this rank's columns, after ``_derive_inputs(size)``."""

@@ -109,7 +109,8 @@ class ExtendRunner:
     def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:
         """``--memory-check full``: compare the tags of the pages of the step's requests."""
         if self._parts.page_tags is not None:
-            visited = Visited(views["rows"], views["starts"], views["seq_lens"])
+            rows, starts, ends = views["rows"], views["starts"], views["seq_lens"]
+            visited = Visited(rows, starts, ends, views["out_slots"], views["query_starts"])
             self._parts.page_tags.visit(visited, when, layer)
 
     def _layer_ready(self, batch: StepBatch, views: Views) -> Callable[[int], None]:

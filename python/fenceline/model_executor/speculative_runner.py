@@ -320,14 +320,15 @@ class SpeculativeRunner(GraphRunner):
             shape.depth,
             outputs,
         )
-        self._visit_pages(size, When.BEFORE)
+        self._visit_pages(plans, When.BEFORE)
 
-    def _visit_pages(self, size: int, when: When) -> None:
-        """``--memory-check full``: compare the tags of the pages of the first ``size`` requests. The last token has no
-        KV yet when a step begins."""
+    def _visit_pages(self, plans: StepPlans, when: When) -> None:
+        """``--memory-check full``: compare the tags of the pages of the step's requests. The last token has no KV yet
+        when a step begins."""
         if self._page_tags is not None:
-            rows, lens, seq_lens = (self.arena[name][:size] for name in ("plan_rows", "lens", "seq_lens"))
-            self._page_tags.visit(Visited(rows, lens, seq_lens, back=1), when)
+            rows, lens, seq_lens = (self.arena[name][: plans.size] for name in ("plan_rows", "lens", "seq_lens"))
+            slots = self._parts.rows("out_slots", plans.size, plans.shape.num_nodes).flatten()
+            self._page_tags.visit(Visited(rows, lens, seq_lens, slots, back=1), when)
 
     def _verify_and_draw(self, plans: StepPlans) -> None:
         """The first part of a captured step: draft, verify, and draw. The draw applies a temperature only. If a request
@@ -371,7 +372,7 @@ class SpeculativeRunner(GraphRunner):
     def _accept(self, plans: StepPlans) -> None:
         """The second part of a step: accept and draft-extend."""
         self._proposals[plans.shape.depth].accept(plans)
-        self._visit_pages(plans.size, When.AFTER)
+        self._visit_pages(plans, When.AFTER)
 
     def make_aux(self, num_tokens: int) -> AuxHiddenStates | None:
         """Memory for the hidden states of the target's ``aux_layers`` in a prefill step of ``num_tokens`` tokens. None

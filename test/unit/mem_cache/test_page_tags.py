@@ -33,8 +33,11 @@ class Pages:
         self.pages = LeasePool("KV pages", kv_pool.num_pages)
         self.tags = PageTags(device, kv_pool, self.rows, self.pages)
 
-    def step(self, row: int, num_new: int, fault: tuple[int, int] | None = None) -> list[PageFinding]:
-        """A step that computes ``num_new`` tokens of ``row``. ``fault``: this column names that page instead."""
+    def step(
+        self, row: int, num_new: int, fault: tuple[int, int] | None = None, astray: int | None = None
+    ) -> list[PageFinding]:
+        """A step that computes ``num_new`` tokens of ``row``. ``fault``: this column names that page instead.
+        ``astray``: the slot of its last token."""
         start, end = self.lens.get(row, 0), min(self.lens.get(row, 0) + num_new, PAGE_SIZE * NUM_COLUMNS)
         table = self.tables.setdefault(row, [])
         first = len(table)
@@ -47,7 +50,15 @@ class Pages:
         self._write_table(row, first)
         if fault is not None:
             self.rows.page_table[row, fault[0]] = fault[1]
-        visited = Visited(torch.tensor([row, 0]), torch.tensor([start, 0]), torch.tensor([end, 1]))
+        positions = np.arange(start, end)
+        slots = np.array(table)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        if astray is not None:
+            slots[-1] = astray
+        bounds = torch.tensor([0, len(slots), len(slots) + 1]).int()
+        visited = Visited(
+            torch.tensor([row, 0]), torch.tensor([start, 0]), torch.tensor([end, 1]),
+            torch.tensor([*slots.tolist(), 0]), bounds,
+        )  # fmt: skip
         self.tags.visit(visited, When.BEFORE)
         self.tags.visit(visited, When.AFTER)
         self.lens[row] = end
@@ -118,12 +129,22 @@ def test_a_page_loses_its_lease_when_it_is_retired() -> None:
     pages.step(2, 1)  # uploads what has been retired, and leases the page that was retired last
     assert (pages.tags.tags[stale, 0] < 0).tolist() == [True, False]
     pages.tables[1], pages.lens[1] = [], 4
-    visited = Visited(torch.tensor([1]), torch.tensor([4]), torch.tensor([4]))
+    visited = Visited(torch.tensor([1]), torch.tensor([4]), torch.tensor([4]), torch.zeros(0).long())
     pages.tags.visit(visited, When.AFTER)
     retired, reused = pages.tags.read(pages.tags.findings.numpy())
     text = str(reused.error("r1", "r2"))
     assert "kv_pool page 2 (slots 4-5)" in text and "owner r2" in text and "written by another" in text
     assert "the page has been retired; missing: retired_after" in str(retired.error("r1", ""))
+
+
+def test_a_row_that_goes_to_another_page_is_found_by_both() -> None:
+    """By the step that writes it, and by the next one of the page's owner."""
+    pages = Pages()
+    pages.step(1, 3)
+    theirs = pages.tables[1][0]
+    (found,) = pages.step(2, 1, astray=theirs * PAGE_SIZE)[:1]
+    assert (found.row, found.page, found.home) == (2, theirs, pages.tables[2][0]) and found.when == When.BEFORE
+    assert pages.step(1, 1)[-1].page == theirs
 
 
 def finding(**fields: int) -> PageFinding:
@@ -168,7 +189,7 @@ def test_a_report_names_request_page_slot_step_and_last_writer() -> None:
 def test_findings_beyond_the_first_are_counted_only() -> None:
     pages = Pages()
     pages.step(1, 8)
-    visited = Visited(torch.full((4,), 1), torch.full((4,), 8), torch.full((4,), 8))
+    visited = Visited(torch.full((4,), 1), torch.full((4,), 8), torch.full((4,), 8), torch.zeros(4).long())
     pages.tags.tags.zero_()
     pages.tags.visit(visited, When.AFTER)
     assert pages.tags.findings[0, 0] == 16
