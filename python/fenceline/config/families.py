@@ -380,7 +380,7 @@ def _indexed_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     if unknown or len(kinds) < num_layers or kinds[0] != "full":
         raise ConfigError(
             f"config.json: indexer_types must say full or shared of each of the {num_layers} layers, and full of the"
-            f" first; got {', '.join(kinds)}"
+            f" first; got {', '.join(kinds[:8])}{', ...' * (len(kinds) > 8)}"
         )
     return frozenset(layer for layer in range(num_layers) if kinds[layer] == "full")
 
