@@ -96,6 +96,7 @@ class HiCacheController:
         self._ranks = ranks
         self._shares = kv_pool.shares(host_pool.layout)
         self._parts_of = kv_pool.layout.parts_of
+        self._has_shares_only = False  # of the last load: until the step that it was submitted with has the others'
         self._divides = exchanges_shares(device, any(part.shape[1] > 1 for part in self._shares))
         self._device_memory = Memory("kv_pool", kv_pool.num_pages, "page") if pages is None else pages
         self._host_memory = Memory("host_pool", host_pool.num_pages, "page")
@@ -140,6 +141,8 @@ class HiCacheController:
         waits for these by :meth:`layer_ready`."""
         if _is_empty(ticket, device_pages, host_pages):
             return
+        assert not self._has_shares_only, "no step has exchanged the shares of the last load"
+        self._has_shares_only = self._divides
         stream, begin_s = self._device.load, time.perf_counter()
         tags = self._tags
         wait_for_pages(stream, after if tags is None else after.join(tags.retired_until))
@@ -185,7 +188,7 @@ class HiCacheController:
 
     def divided(self, loads: Sequence[Ticket]) -> I32:
         """The device pages of ``loads``, just submitted, of which each rank loads a share and has to get the others'.
-        None if a rank alone loads all."""
+        Empty if a rank alone loads all."""
         return self._pages_of(loads) if self._divides else _NO_PAGES
 
     def layer_ready(
@@ -216,6 +219,7 @@ class HiCacheController:
             if divided is not None and num_complete < end:
                 self._exchange_shares(range(num_complete, end), divided)
                 num_complete = end
+                self._has_shares_only = end < self._num_layers
             if is_last and arrived is not None:
                 arrived()
 
