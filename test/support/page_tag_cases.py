@@ -76,12 +76,12 @@ def slots_of(table: Tensor, start: Tensor, end: Tensor, page_size: int) -> Tenso
 
 def retires(device: str) -> None:
     tags = numbers(-50, 50, NUM_PAGES, 3)
-    pages = torch.randperm(NUM_PAGES)[:300]
+    pages, leases = torch.randperm(NUM_PAGES)[:300], 1 + torch.randperm(300)
     ours = tags.to(device, copy=True)
-    page_tags._retire_tags(pages, tags)
+    page_tags._retire_tags(pages, leases, tags)
     from fenceline.mem_cache.page_tag_kernels import launch_retire
 
-    launch_retire(pages.to(device), ours)
+    launch_retire(pages.to(device), leases.to(device), ours)
     assert torch.equal(ours.cpu(), tags) and bool((tags[pages, 0] <= 0).all())
 
 

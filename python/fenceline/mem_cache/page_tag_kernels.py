@@ -44,10 +44,10 @@ def launch_visit(
     )  # fmt: skip
 
 
-def launch_retire(pages: Tensor, tags: Tensor) -> None:
-    """Take the leases of ``pages`` [N] int64 from them."""
+def launch_retire(pages: Tensor, leases: Tensor, tags: Tensor) -> None:
+    """Note that the ``leases`` [N] of ``pages`` [N], both int64, have ended."""
     kernel: Any = _retire_kernel
-    kernel[(-(-pages.shape[0] // _BLOCK),)](pages, tags, pages.shape[0], BLOCK=_BLOCK, num_warps=4)
+    kernel[(-(-pages.shape[0] // _BLOCK),)](pages, leases, tags, pages.shape[0], BLOCK=_BLOCK, num_warps=4)
 
 
 def launch_seal(
@@ -130,6 +130,7 @@ def _visit_kernel(
             checked = old | (inside & (page != 0))
         wrong = checked & (right == 0)
         new = inside & (when == 1) & ((columns + 1) * page_size > start)
+        wrong = wrong | (new & named & ((lease == -want) | (tl.abs(lease) > want)))  # retired, or a later lease's
         # Where the first of the step's tokens in each page goes.
         position = tl.maximum((columns * page_size).to(tl.int64), start)
         slot = tl.load(slots + first_slot + position - start, mask=new, other=0)
@@ -168,11 +169,11 @@ def _visit_kernel(
 
 
 @triton.jit(do_not_specialize=["num"])
-def _retire_kernel(pages, tags, num, BLOCK: tl.constexpr):
+def _retire_kernel(pages, leases, tags, num, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num
-    lease = tags + tl.load(pages + index, mask=inside, other=0) * 3
-    tl.store(lease, -tl.abs(tl.load(lease, mask=inside, other=0)), mask=inside)
+    page = tl.load(pages + index, mask=inside, other=0)
+    tl.store(tags + page * 3, -tl.load(leases + index, mask=inside, other=0).to(tl.int32), mask=inside)
 
 
 @triton.jit

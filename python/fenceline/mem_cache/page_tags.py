@@ -109,7 +109,7 @@ class PageTags:
         self.retired_until = Points.none()  # the Point on FORWARD after the latest tags that were taken from pages
         self._leases = np.arange(kv_pool.num_pages, dtype=np.int32)  # of each page, or its next one if it is free
         self._num_leases = kv_pool.num_pages
-        self._retired: list[tuple[I32, I32, Points]] = []  # pages, their next leases, Points
+        self._retired: list[tuple[I32, I32, I32, Points]] = []  # pages, the leases that ended, the next ones, Points
         pages.observers += (self._retire,)
 
     def leases_of(self, pages: I32) -> I32:
@@ -121,7 +121,8 @@ class PageTags:
         if self.tags.is_cuda:
             from fenceline.mem_cache.page_tag_kernels import launch_retire
 
-            launch_retire(torch.zeros(1, dtype=torch.int64, device=self.tags.device), self.tags)  # compiles it
+            sink = torch.zeros(1, dtype=torch.int64, device=self.tags.device)
+            launch_retire(sink, sink, self.tags)  # compiles it
         self.clock.zero_()
         self.findings.zero_()
 
@@ -134,7 +135,7 @@ class PageTags:
             arrays["page_leases"] = self.leases_of(pages)
         if self._retired:
             retired = self._take_retired()
-            if len(retired):
+            if retired.size:
                 arrays["retired_pages"] = retired
         return arrays
 
@@ -144,7 +145,7 @@ class PageTags:
         if "page_leases" in views:
             self.expected.index_put_((views["page_rows"], views["page_columns"]), views["page_leases"])
         if "retired_pages" in views:
-            operands = (views["retired_pages"], self.tags)
+            operands = (*views["retired_pages"].unbind(), self.tags)
             if self.tags.is_cuda:
                 from fenceline.mem_cache.page_tag_kernels import launch_retire
 
@@ -183,20 +184,22 @@ class PageTags:
     def _retire(self, pages: I32, after: Points) -> None:
         leases = np.arange(self._num_leases, self._num_leases + len(pages), dtype=np.int32)
         self._num_leases += len(pages)
+        self._retired.append((pages.copy(), self._leases[pages], leases, after))
         self._leases[pages] = leases
-        self._retired.append((pages.copy(), leases, after))
 
     def _take_retired(self) -> I64:
-        """The retired pages whose Points FORWARD has passed, or the host knows to have passed, and that are free."""
-        still, ready, forward = [], [], self._device.forward
+        """The retired pages whose Points FORWARD has passed, or the host knows to have passed, and that are free; and
+        the leases that have ended. [2, N]."""
+        still, ready, forward = [], [np.zeros((2, 0), np.int64)], self._device.forward
         for entry in self._retired:
-            pages, leases, after = entry
+            pages, ended, following, after = entry
             if all(point.passed or point.stream is forward for point in after):
-                ready.append(pages[(self._leases[pages] == leases) & ~self._pages.are_leased(pages)])
+                free = (self._leases[pages] == following) & ~self._pages.are_leased(pages)
+                ready.append(np.stack([pages[free], ended[free]]).astype(np.int64))
             else:
                 still.append(entry)
         self._retired = still
-        return np.concatenate([np.zeros(0, np.int64), *ready], dtype=np.int64)
+        return np.concatenate(ready, axis=1)
 
 
 # --- transfers --------------------------------------------------------------------------------------------
@@ -506,6 +509,7 @@ def _visit_pages(
     wrong = (old if when == When.BEFORE else old | (inside & (pages != 0))) & ~right
     if when == When.BEFORE:  # where the first of the step's tokens in each page goes
         new = inside & ((columns + 1) * page_size > starts[:, None])
+        wrong |= new & named & ((lease == -want) | (lease.abs() > want))  # retired, or a later lease's
         firsts = torch.arange(len(rows)) * (len(slots) // len(rows)) if query_starts is None else query_starts[:-1]
         positions = torch.maximum(columns * page_size, starts[:, None])
         slot = slots[torch.where(new, firsts[:, None] + positions - starts[:, None], 0)]
@@ -529,14 +533,14 @@ def _visit_pages(
 
 
 @declare_kernel
-def retire_tags(op: KernelAccesses, pages: Tensor, tags: Tensor) -> None:
-    """Take the leases of ``pages`` [N] from them."""
-    op.read(tags, pages)
+def retire_tags(op: KernelAccesses, pages: Tensor, leases: Tensor, tags: Tensor) -> None:
+    """Note that the ``leases`` [N] of ``pages`` [N] have ended."""
+    op.read(leases)
     op.write(tags, pages)
 
 
-def _retire_tags(pages: Tensor, tags: Tensor) -> None:
-    tags[pages, LEASE] = -tags[pages, LEASE].abs()
+def _retire_tags(pages: Tensor, leases: Tensor, tags: Tensor) -> None:
+    tags[pages, LEASE] = -leases.int()
 
 
 @declare_kernel

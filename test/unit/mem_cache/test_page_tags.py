@@ -147,6 +147,21 @@ def test_a_row_that_goes_to_another_page_is_found_by_both() -> None:
     assert pages.step(1, 1)[-1].page == theirs
 
 
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_page_that_is_retired_before_it_is_first_written(reused: bool) -> None:
+    pages = Pages()
+    pages.step(1, 2)
+    leased = pages.pages.alloc(1)
+    assert leased is not None
+    pages.tables[1].append(int(leased[0][0]))
+    pages._write_table(1, 1)
+    pages.pages.retire(leased[0], Points.none())
+    pages.step(2, 1 if reused else 0)
+    pages.pages.alloc(1)
+    (found,) = pages.step(1, 1)[:1]
+    assert (found.row, found.page, found.when) == (1, int(leased[0][0]), When.BEFORE)
+
+
 def finding(**fields: int) -> PageFinding:
     tag = {"expected": 40, "lease": 40, "held_position": 3, "arrived": 40, "writer": 7, "layer": 3}
     where = {"when": 3, "step": 9, "row": 2, "position": 3, "page": 17, "page_size": 16, "num_pages": 64, "home": 17}
