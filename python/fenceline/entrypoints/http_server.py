@@ -181,9 +181,13 @@ class HttpServer(uvicorn.Server):
         access.addFilter(is_worth_a_line)
         access.propagate, access.handlers = False, [self._access_lines]
 
+    def write_access_lines(self) -> None:
+        """Write those that wait for the next tick."""
+        self._access_lines.flush()
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
-        self._access_lines.flush()
+        self.write_access_lines()
         if counter % 10 == 0:
             for connection in list(self.server_state.connections):
                 cast(HttpProtocol, connection).check_pace()

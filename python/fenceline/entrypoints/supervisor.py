@@ -220,7 +220,7 @@ class Supervisor:
         freeze_garbage_collector()
         self._announce(manager)
         try:
-            return await self._finish(manager, await stop)
+            return await self._finish(manager, await stop, server)
         finally:
             server.should_exit = True
             await serving
@@ -250,7 +250,7 @@ class Supervisor:
             flush=True,
         )
 
-    async def _finish(self, manager: TokenizerManager, stop: Stop) -> int:
+    async def _finish(self, manager: TokenizerManager, stop: Stop, server: HttpServer | None = None) -> int:
         """Let requests end as ``stop`` says, then end the engine."""
         if stop.status == 0 and manager.fatal is None:
             stop = await self._drain(manager, stop)
@@ -260,6 +260,8 @@ class Supervisor:
         if stop.status:
             self._backend.tell_nodes(f"node 0 has stopped: {stop.reason}")
         await asyncio.to_thread(self._backend.stop, patience_s)
+        if server is not None:
+            server.write_access_lines()  # the reason comes last
         if stop.status:
             logger.error("The server stops: %s", stop.reason)
         else:
