@@ -18,13 +18,14 @@ def numbers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) 
 def visits(when: When, device: str, page_size: int, num_wrong: int) -> None:
     """Rows of 0 to 300 pages, some of which share pages, and the sink; ``num_wrong`` entries or tags are wrong."""
     rows = torch.tensor([3, 1, 0, 2, 5])
-    starts = torch.tensor([300 * page_size - 1, 5 * page_size, 9, 1, 130 * page_size + 1])
+    starts = torch.tensor([300 * page_size - 1, 5 * page_size, 9, page_size, 130 * page_size + 1])
     ends = starts + torch.tensor([1, 2 * page_size, 1, 1, page_size])
     columns = torch.arange(304).int()
     table = torch.zeros((6, 304), dtype=torch.int32)
     for row, first in ((3, 1), (1, 310), (2, 1), (5, 320)):  # row 2 begins as row 3 does
         num = min(int(-(-ends[rows == row] // page_size)), 270 if row == 5 else 304)
         table[row, :num] = first + columns[:num]
+    table[2, 1] = NUM_PAGES - 1  # which it writes: no row writes to a page that another one has
     expected = torch.where(table > 0, 1000 + table, 0)
     tags = torch.stack([1000 + torch.arange(NUM_PAGES), torch.zeros(NUM_PAGES), numbers(-9, 9, NUM_PAGES)], 1).int()
     tags[table[rows].long(), 1] = columns.expand(len(rows), -1)
