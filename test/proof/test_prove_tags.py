@@ -98,7 +98,7 @@ def _halves_swapped_on_the_way_to_the_host(patch: pytest.MonkeyPatch) -> None:
 
     def swapped(self: RunCopier, *args: Any) -> Iterator[Any]:
         pairs = list(pieces(self, *args))
-        num_runs = len(pairs) // (2 * len(args[-1]))
+        num_runs = len(pairs) // len(args[-1])
         for index, (device, _) in enumerate(pairs):
             first = index // (2 * num_runs) * 2 * num_runs
             yield device, pairs[first + (index - first + num_runs) % (2 * num_runs)][1]

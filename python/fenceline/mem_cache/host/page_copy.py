@@ -296,10 +296,10 @@ def make_page_copier(
     device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend, rank: int = 0
 ) -> PageCopier:
     """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine. ``rank``: whose
-    share of replicated rows ``host_pool`` keeps. On a GPU both
-    need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages and part, and
-    ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy in the same way. On a device that watches its
-    memory ``kernel`` is one launch for each transfer, and a backup occupies the resource ``sm``."""
+    share of replicated rows ``host_pool`` keeps. On a GPU both need fenceline_kernel; without it ``direct`` falls back
+    to torch's copies, one for each run of pages and part, and ``kernel`` raises ``ValueError`` with the remedy. On the
+    CPU both copy in the same way. On a device that watches its memory ``kernel`` is one launch for each transfer, and a
+    backup occupies the resource ``sm``."""
     uses_sm = io_backend == "kernel"
     if uses_sm and is_watched(device.torch_device):
         return CudaCopier(device, kv_pool, host_pool, io_backend, rank=rank)
