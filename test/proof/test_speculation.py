@@ -31,7 +31,7 @@ __all__ = ["models"]  # a fixture
 FLAGS: dict[str, object] = {"num_steps": 2, "num_rows": 5, "max_total_tokens": 640}
 
 
-@pytest.mark.parametrize("policy", ["random", "laziest"])
+@pytest.mark.parametrize("policy", ["random", pytest.param("laziest", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
 def test_tokens_are_those_without_speculation(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, policy: str

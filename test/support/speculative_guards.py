@@ -17,7 +17,8 @@ from fenceline.model_executor.model_runner import ModelRunner
 def by_kind(*drafts: tuple[SpeculativeAlgorithm, str]) -> pytest.MarkDecorator:
     """Runs a test with each of ``drafts`` on each kind of device, and with drafts over latents on a CPU."""
     on_gpu = [pytest.param("cuda", *draft, marks=pytest.mark.gpu) for draft in drafts]
-    on_cpu = [("cpu", *draft) for draft in (*drafts, *LATENT_DRAFTS)]
+    on_cpu = [pytest.param("cpu", *draft) for draft in drafts]
+    on_cpu += [pytest.param("cpu", *draft.values, marks=draft.marks) for draft in LATENT_DRAFTS]
     return pytest.mark.parametrize(("kind", "algorithm", "draft"), [*on_cpu, *on_gpu])
 
 

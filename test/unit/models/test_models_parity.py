@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     return get
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_transformers(saved: Callable[[str], Saved], name: str, page_size: int) -> None:
     directory, reference = saved(name)

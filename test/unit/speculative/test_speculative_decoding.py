@@ -37,7 +37,7 @@ __all__ = ["models"]  # a fixture
 
 
 @pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (3, True), (4, False)])
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
 def test_no_token_changes(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, num_steps: int, overlap: bool
 ) -> None:

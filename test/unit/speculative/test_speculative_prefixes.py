@@ -162,7 +162,7 @@ def test_drafts_after_a_hit_fare_as_without_one(
 
 
 @pytest.mark.parametrize("depth_seed", [None, 2])
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
 def test_whatever_is_cached_is_complete(
     driver_of: MakeDriver, algorithm: SpeculativeAlgorithm, draft: str | None, depth_seed: int | None, tmp_path: Path
 ) -> None:

@@ -64,8 +64,8 @@ def _on_ranks(
     return ranks.run(run)
 
 
-@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS + LATENT_DRAFTS)
+@pytest.mark.parametrize("graphs", [pytest.param({}, marks=pytest.mark.long), GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
 def test_ranks_with_drafts_answer_as_one_without(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, graphs: dict[str, object]
 ) -> None:
