@@ -208,6 +208,7 @@ def test_same_seed_same_outcome(name: str) -> None:
     assert run(Trial(name, 3)).clean
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(ARMS.keys() - HARDLY_SEEN))
 def test_without_the_detector_races_show_as_wrong_answers(name: str) -> None:
     """Each edge's race is real: some schedule makes something else of the same decisions."""
