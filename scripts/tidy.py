@@ -33,7 +33,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("entrypoints",),
 )
 # These may be imported from anywhere and may not import from other folders.
-EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "constrained.spec", "version")
+EVERYWHERE = ("config", "images", "ipc", "sampling.sampling_params", "constrained.spec", "version")
 # Command lines and tools around the server, which may import everything in the package.
 TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking")
 # These are used in processes, or at times, in which torch must not be loaded. Only config may import it, inside a
@@ -44,6 +44,7 @@ NO_TORCH = (
     "constrained.compile_server",
     "ipc",
     "frontend",
+    "images",
     "sampling.sampling_params",
     "mem_cache.tree",
     "mem_cache.storage",
