@@ -71,7 +71,7 @@ def test_a_digest_names_pixels_and_settings() -> None:
     first = prepare(picture(60, 60), QWEN)
     other = picture(60, 60)
     other.putpixel((30, 30), (1, 2, 3))
-    smaller = QWEN.with_pixels(max_pixels=28 * 28 * 2)
+    smaller = QWEN.with_pixels(28 * 28, 28 * 28 * 2)
     images = [first, prepare(other, QWEN), prepare(picture(60, 60), smaller), prepare(picture(60, 60), GEMMA)]
     assert len({image.digest for image in images}) == 4
     assert first == prepare(picture(60, 60), QWEN)
