@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 
 from fenceline.memory_order import cuda
 from fenceline.memory_order.graph import GraphPool
 
-_EDGE = re.compile(r'^"(\w+)" -> "(\w+)"', re.MULTILINE)
-_NODE = re.compile(r'^"(\w+)"\[.*?label="([^"]*)"', re.MULTILINE | re.DOTALL)
-_WORK = re.compile(r"\b(KERNEL|MEMCPY|MEMSET)\b")
+_EDGE = re.compile(r'^\s*"(\w+)"\S* -> "(\w+)"', re.MULTILINE)
+_NODE = re.compile(r'^\s*"(\w+)"\s*\[[^\]]*?\blabel="([^"]*)"', re.MULTILINE | re.DOTALL)
+_WORK = re.compile(r"\{\s*(KERNEL|MEMCPY|MEMSET)\b")
+_MAX_FAULTS = 4
 
 
 def faults_of(dot: str) -> list[str]:
-    """What contradicts ``Graph``'s declaration: all captured work is FORWARD's, so that the nodes are one chain, and
-    none waits for, or signals, anything outside. ``dot``: what cudaGraphDebugDotPrint wrote, as
-    ``CUDAGraph.debug_dump`` does."""
-    labels = {name: f"{name} ({' '.join(label.split())[:90]})" for name, label in _NODE.findall(dot)}
+    """What contradicts ``Graph``'s declaration: all captured work is FORWARD's, so that its order is total, and none
+    waits for, or signals, anything outside. An edge may skip nodes: a kernel that may start before the one in front of
+    it has ended does not end before it. ``dot``: what cudaGraphDebugDotPrint writes with its verbose flag."""
+    labels = dict(_NODE.findall(dot))
     if not labels:
         return ["there are no nodes"]
-    edges = _EDGE.findall(dot)
-    sources, targets = (Counter(edge[end] for edge in edges) for end in (1, 0))
-    first = [name for name in labels if not sources[name]]
-    faults = [f"{label} is no work" for label in labels.values() if not _WORK.search(label)]
-    if len(first) != 1:
-        faults += [f"{labels[name]} follows nothing: a lost edge, or another stream" for name in first]
-    faults += [f"{sources[name]} nodes are in front of {label}" for name, label in labels.items() if sources[name] > 1]
-    faults += [f"{targets[name]} nodes follow {label}" for name, label in labels.items() if targets[name] > 1]
+    names = {name: f"{name} ({' '.join(label.split())[:160]})" for name, label in labels.items()}
+    faults = [f"{names[name]} is no work" for name, label in labels.items() if not _WORK.match(label)]
+    sorter = TopologicalSorter[str](dict.fromkeys(labels, ()))
+    for source, target in _EDGE.findall(dot):
+        sorter.add(target, source)
+    sorter.prepare()
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        if len(ready) > 1:
+            faults.append(f"nothing orders {' and '.join(names.get(name, name) for name in ready[:3])}")
+        sorter.done(*ready)
     return faults
 
 
+def _excerpt(dot: str, faults: list[str]) -> str:
+    """The beginning of the print, and its lines about the first fault's nodes."""
+    lines = dot.splitlines()
+    nodes = {f'"{name}"' for name in re.findall(r"\bgraph_\d+_node_\d+", faults[0])}
+    named = [line for line in lines[20:] if any(node in line for node in nodes)]
+    return "\n".join([*lines[:20], "...", *named[:20], f"({len(lines)} lines)"])
+
+
 class KeptGraphs:
-    """Graphs that CUDA devices capture from now on can be printed."""
+    """Graphs that CUDA devices capture from now on keep their nodes, so that CUDA can print them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graphs: list[cuda.CudaGraph] = []
@@ -44,17 +57,20 @@ class KeptGraphs:
         class Kept(cuda.CudaGraph):
             def __init__(self, name: str, pool: GraphPool, stream: object) -> None:
                 super().__init__(name, pool, stream)  # type: ignore[arg-type]
-                self.raw.enable_debug_mode()  # type: ignore[no-untyped-call]
+                self.raw = torch.cuda.CUDAGraph(keep_graph=True)  # otherwise torch destroys it after the capture
                 kept.append(self)
 
         monkeypatch.setattr(cuda, "CudaGraph", Kept)
 
-    def faults(self, folder: Path) -> dict[str, list[str]]:
-        """By the graph's name; ``folder`` keeps the prints."""
-        found = {}
+    def report(self, folder: Path) -> str:
+        """The faults of all graphs, and what CUDA has printed of the first of them; "" if there are none. ``folder``
+        keeps the prints."""
+        found, excerpt = [], ""
         for number, graph in enumerate(self.graphs):
             file = folder / f"{number}.dot"
-            graph.raw.debug_dump(str(file))  # type: ignore[no-untyped-call]
-            if faults := faults_of(file.read_text(encoding="utf-8")):
-                found[f"{number} {graph.name}"] = faults
-        return found
+            graph.raw.debug_dump(str(file))
+            dot = file.read_text(encoding="utf-8")
+            if faults := faults_of(dot):
+                found.append(f"{number} {graph.name}: {len(faults)} faults\n  " + "\n  ".join(faults[:_MAX_FAULTS]))
+                excerpt = excerpt or f"\n{_excerpt(dot, faults)}"
+        return "\n".join(found) + excerpt
