@@ -47,7 +47,8 @@ def visits(when: When, device: str, page_size: int, num_wrong: int) -> None:
     starts_of = table[rows].clone(), starts, ends if page_size > 1 else starts + 2  # with pages of 1, two for each
     slots = torch.cat([slots_of(*each, page_size) for each in zip(*starts_of, strict=True)])
     bounds = torch.tensor([0, *(ends - starts).tolist()]).cumsum(0).int() if page_size > 1 else None
-    slots[2 if bounds is None else bounds[1]] += num_wrong % 3 * page_size  # of the second row
+    if num_wrong:  # the second row's first slot is of a page that nobody writes
+        slots[2 if bounds is None else bounds[1]] = (NUM_PAGES - 2) * page_size
     operands = [
         *(rows, starts + 1, starts if when is When.LAYER else ends, slots, bounds),
         *(table, expected, tags, arrived, torch.tensor([77]).int(), findings),
