@@ -75,7 +75,7 @@ BAD_GENERATE = [
     (b'{"text": "a", "rid": ""}', "rid"),
     (b'{"text": ["a", "b"], "rid": ["x", "x"]}', "already in flight"),
     (b'{"text": ["a", "b"], "rid": ["x"]}', "rid"),
-    (b'{"text": "a", "image_data": "x"}', "image_data is not available: only text models"),
+    (b'{"text": "a", "image_data": "x"}', "image_data: this model reads text only"),
     (b'{"text": "a", "lora_path": "x"}', "lora_path is not available: merge the adapter"),
     (b'{"text": "a", "session_params": {"id": 1}}', "session_params is not available: send the whole"),
 ]

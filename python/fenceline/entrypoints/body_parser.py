@@ -28,7 +28,7 @@ from typing import TypeVar, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES, MAX_TEXT_CHARS
+from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES, MAX_IMAGE_CHARS, MAX_TEXT_CHARS
 from fenceline.entrypoints.errors import internal_error, too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
 from fenceline.entrypoints.json_body import count_values
@@ -264,7 +264,7 @@ class _Pickler(pickle.Pickler):
                 400, f"the body has more than {MAX_BODY_OBJECTS} values, besides token ids; send several requests"
             )
         if type(value) is str and len(value) > _APART_CHARS:
-            if len(value) > MAX_TEXT_CHARS:
+            if len(value) > (MAX_IMAGE_CHARS if value.startswith("data:") else MAX_TEXT_CHARS):
                 raise RequestError(
                     400,
                     f"a text has {len(value)} characters, at most {MAX_TEXT_CHARS} are allowed in one; shorten it",

@@ -19,6 +19,7 @@ from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, Unkno
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
+    ImageSource,
     RequestError,
     check_num_params,
     check_num_requests,
@@ -68,6 +69,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
+    image_data: str | list[str | list[str | None] | None] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
@@ -84,7 +86,6 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     # Judged by the table like all others. SGLang's own clients send them with every request, mostly null: as long as
     # there is nothing else, the body is read once.
     model: msgspec.Raw = NULL
-    image_data: msgspec.Raw = NULL
     video_data: msgspec.Raw = NULL
     audio_data: msgspec.Raw = NULL
     modalities: msgspec.Raw = NULL
@@ -218,10 +219,12 @@ async def expand(
             if len(params) % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
     inputs: list[GenerateInput] = []
+    images = _images(body.image_data, num, single)
     for index, (text, ids) in enumerate(prompts):
         one = GenerateInput(
             text=text,
             input_ids=ids,
+            images=images[index],
             sampling_params=params[id(sampling[index])],
             return_logprob=logprob[index],
             logprob_start_len=start[index],
@@ -259,6 +262,28 @@ def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
     if kinds == {list}:
         return [(None, cast(list[int], ids)) for ids in body.input_ids], False
     return [(None, cast(list[int], body.input_ids))], True
+
+
+def _images(
+    given: str | list[str | list[str | None] | None] | None, num: int, single: bool
+) -> Sequence[Sequence[ImageSource]]:
+    """The images of each prompt. Those of a single prompt may be one list."""
+    if not given:
+        return [()] * num
+    if isinstance(given, str):
+        given = [given]
+    if single and not any(isinstance(one, list) for one in given):
+        return [_sources(given, "image_data")]
+    spread = _spread(given, num, "image_data")
+    places = ["image_data" if single and len(spread) == 1 else f"image_data[{index}]" for index in range(num)]
+    return [
+        _sources(one, place) if isinstance(one, list) else [ImageSource(place, one)] if one else ()
+        for one, place in zip(spread, places, strict=True)
+    ]
+
+
+def _sources(urls: Sequence[object], place: str) -> list[ImageSource]:
+    return [ImageSource(f"{place}[{index}]", url) for index, url in enumerate(urls) if isinstance(url, str) and url]
 
 
 def _some(prompts: list[Prompt], name: str) -> list[Prompt]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import msgspec
 
@@ -73,9 +74,24 @@ def new_rid() -> str:
     return os.urandom(16).hex()
 
 
+ImageDetail = Literal["auto", "low", "high"]
+IMAGE_DETAILS: tuple[str, ...] = get_args(ImageDetail)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a client gives it. ``place``: where it stands in the request, for errors. ``url``: a ``data:`` URL,
+    one of http or https, or the base64 text alone."""
+
+    place: str
+    url: str
+    detail: ImageDetail = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """One prompt, one sample. Exactly one of ``text`` and ``input_ids`` is given.
+    """One prompt, one sample. Exactly one of ``text`` and ``input_ids`` is given. ``images``: one for each of the
+    prompt's placeholders, in their order.
 
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
@@ -86,6 +102,7 @@ class GenerateInput:
 
     text: str | None = None
     input_ids: Sequence[int] | None = None
+    images: Sequence[ImageSource] = ()
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     rid: str = field(default_factory=new_rid)
     family: str = ""

@@ -42,6 +42,7 @@ from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTa
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
+    ImageSource,
     RequestError,
     ServedWeights,
     check_num_requests,
@@ -134,6 +135,8 @@ class TokenizerManager:
             inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
+        for inp in inputs:
+            self.check_images(inp.images)
         given = await self._check_untokenised(inputs, limits)
         specs = {
             inp.grammar: 0 if priority is None else priority.rank(value)
@@ -265,6 +268,14 @@ class TokenizerManager:
         """Raise RequestError if a prompt of so many characters has too many tokens, whatever they are."""
         if self.tokenizer is not None:
             check_length(num_chars, self.tokenizer, self.config, self._require_serving())
+
+    def check_images(self, images: Sequence[ImageSource]) -> None:
+        """Raise RequestError for images that this server does not take, whatever they show."""
+        if images:
+            place = images[0].place
+            raise RequestError(
+                400, f"{place}: this model reads text only, leave images out", param=place, code="unsupported"
+            )
 
     def _texts(self) -> TokenizePool:
         if self._pool is None:

@@ -16,16 +16,20 @@ from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import GENERATION, WITHOUT_EFFECT, FieldRules, Refused
 from fenceline.entrypoints.openai.protocol import (
     CommonBody,
+    ImagePart,
     JsonObject,
     StrictModel,
+    TextPart,
     chat_only,
     common_fields,
+    image_part,
     not_too_many_tools,
 )
 
 # What the fields of a block must be, by its type. Others are refused.
 _BLOCKS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
+    "image": {"source": dict},
     "thinking": {"thinking": str},
     "redacted_thinking": {},
     "tool_use": {"id": str, "name": str, "input": dict},
@@ -46,8 +50,10 @@ def _known_blocks(value: object) -> object:
         for name, types in _BLOCKS[kind].items():
             if not isinstance(block.get(name), types):
                 raise ValueError(f"has a block of type {kind!r} whose {name} is missing or of a wrong type")
+        if kind == "image":
+            _image_of(block, "content")
         if kind == "tool_result" and block.get("content") is not None:
-            _text_of(block["content"])
+            _content_of(block["content"], "content")
     return value
 
 
@@ -65,8 +71,42 @@ def _text_of(content: object) -> str:
         raise ValueError("must be a string or a list of text blocks")
     for block in content:
         if not (isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)):
-            raise ValueError("has a block that is no text; this server reads text only")
+            raise ValueError("has a block that is no text, where text must be")
     return "\n".join(block["text"] for block in content)
+
+
+def _content_of(content: object, place: str) -> str | list[TextPart | ImagePart]:
+    """The content of a message of a chat completion: the text alone, unless images are among the blocks. ``place``:
+    that of ``content`` in the request. Raises ValueError for what is neither."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text_of(content)
+    return [
+        _image_of(block, f"{place}[{index}]") if _is_image(block) else TextPart(type="text", text=_text_of([block]))
+        for index, block in enumerate(content)
+    ]
+
+
+def _is_image(block: object) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
+def _image_of(block: JsonObject, place: str) -> ImagePart:
+    """The image of a block at ``place`` of the request. Raises ValueError."""
+    source = block.get("source")
+    match source.get("type") if isinstance(source, dict) else None:
+        case "base64":
+            assert isinstance(source, dict)
+            media, data = source.get("media_type"), source.get("data")
+            if not (isinstance(media, str) and isinstance(data, str)):
+                raise ValueError("has an image whose source lacks its media_type or data")
+            return image_part(f"data:{media};base64,{data}", None, place)
+        case "url":
+            assert isinstance(source, dict)
+            return image_part(source.get("url"), None, place)
+        case kind:
+            raise ValueError(
+                f"has an image whose source is of type {str(kind)[:64]!r}; this server reads base64 and url"
+            )
 
 
 def _not_too_many(messages: object) -> object:
@@ -87,9 +127,11 @@ class InputMessage(StrictModel):
     content: Annotated[str | list[JsonObject], BeforeValidator(_known_blocks)]
 
     @model_validator(mode="after")
-    def _system_is_text(self) -> Self:
+    def _images_are_the_user_s(self) -> Self:
         if self.role == "system":
             _text_of(self.content)
+        elif self.role == "assistant" and any(map(_is_image, self.content)):
+            raise ValueError("has an image, which messages of the assistant cannot have")
         return self
 
 
@@ -212,29 +254,33 @@ def chat_fields(body: CountBody) -> dict[str, object]:
 def _messages(body: CountBody) -> Iterator[dict[str, object]]:
     if body.system:
         yield {"role": "system", "content": _text_of(body.system)}
-    for message in body.messages:
+    for index, message in enumerate(body.messages):
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role == "system":
             yield {"role": "system", "content": _text_of(message.content)}
         elif message.role == "user":
-            yield from _user(message.content)
+            yield from _user(message.content, f"messages[{index}].content")
         else:
             yield _assistant(message.content)
 
 
-def _user(blocks: list[JsonObject]) -> Iterator[dict[str, object]]:
-    """The tools' results as messages of their own, then the text."""
-    texts = []
-    for block in blocks:
+def _user(blocks: list[JsonObject], place: str) -> Iterator[dict[str, object]]:
+    """The tools' results as messages of their own, then the text and the images. ``place``: that of the blocks."""
+    parts: list[TextPart | ImagePart] = []
+    for index, block in enumerate(blocks):
         if block["type"] == "tool_result":
-            result = _text_of(block.get("content") or "")
-            content = f"Error: {result}" if block.get("is_error") else result
+            content = _content_of(block.get("content") or "", f"{place}[{index}].content")
+            if block.get("is_error"):
+                error = "Error: "
+                content = error + content if isinstance(content, str) else [TextPart(type="text", text=error), *content]
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
         elif block["type"] == "text":
-            texts.append({"type": "text", "text": block["text"]})
-    if texts:
-        yield {"role": "user", "content": texts}
+            parts.append(TextPart(type="text", text=str(block["text"])))
+        elif block["type"] == "image":
+            parts.append(_image_of(block, f"{place}[{index}]"))
+    if parts:
+        yield {"role": "user", "content": parts}
 
 
 def _assistant(blocks: list[JsonObject]) -> dict[str, object]:

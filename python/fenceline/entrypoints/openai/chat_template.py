@@ -37,6 +37,7 @@ _RESERVED = frozenset(
 # What a template does with a message is found out by rendering some. In a part of a content, _TRACE is the value of a
 # field that no template knows: where it is shown, the part was written as an object instead of as its text.
 _FIRST, _SECOND, _TRACE = "first0probe", "second0probe", "trace0probe"
+_IMAGE: Mapping[str, object] = {"type": "image"}  # in a content's parts: where an image stands
 _KINDS = ("system", "user", "assistant", "calls", "tool")  # "calls": an assistant's message with calls
 _PROBE_TOOL: Mapping[str, object] = {
     "type": "function",
@@ -84,6 +85,8 @@ class ChatTemplate:
             objects = self._probe(_conversation("calls", "", f'{{"x": "{_FIRST}"}}'), self.has_tools)
             self._arguments_as_sent = _FIRST not in objects
         self._takes_parts = frozenset(kind for kind in _KINDS if self._loops_over_content(kind, with_tools))
+        self._shows_images = self._takes_parts
+        self._shows_images = frozenset(kind for kind in self._takes_parts if self._places_images(kind, with_tools))
         self._systems = {tools: self._find_systems(tools) for tools in with_tools}
 
     def _probe(self, messages: Sequence[Message], tools: bool) -> str:
@@ -106,6 +109,16 @@ class ChatTemplate:
                 return False
             shown = shown or num_parts > 0
         return shown
+
+    def _places_images(self, kind: str, with_tools: Sequence[bool]) -> bool:
+        """Whether the template shows where an image stands in a message of ``kind``, unlike a part that it does not
+        know."""
+        text = {"type": "text", "text": _FIRST}
+        shown = [
+            [self._probe(_conversation(kind, [part, text]), tools) for part in (_IMAGE, {"type": _TRACE})]
+            for tools in with_tools
+        ]
+        return any(_FIRST in image and image != other for image, other in shown)
 
     def _find_systems(self, tools: bool) -> _Systems:
         end = {"role": "user", "content": "Hi"}
@@ -206,6 +219,9 @@ class ChatTemplate:
         content = plain.get("content")
         if not content and kind == "calls":
             content = plain["content"] = self._no_content
+        elif isinstance(content, list) and _IMAGE in content:
+            if kind not in self._shows_images:
+                raise ValueError(f"the chat template has no place for images in messages of role {plain.get('role')}")
         elif content is None or (isinstance(content, list) and kind not in self._takes_parts):
             plain["content"] = _text_of(content)
         if "reasoning_content" in plain:
@@ -310,7 +326,14 @@ def _as_users(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _joined(messages: Sequence[Message], role: str) -> Message:
-    texts = [_text_of(message.get("content")) for message in messages]
+    contents = [message.get("content") for message in messages]
+    if any(isinstance(content, list) and _IMAGE in content for content in contents):
+        parts: list[object] = []
+        for content in filter(None, contents):
+            parts += [{"type": "text", "text": "\n\n"}] if parts else []
+            parts += content if isinstance(content, list) else [{"type": "text", "text": content}]
+        return {**messages[0], "role": role, "content": parts}
+    texts = [_text_of(content) for content in contents]
     return {**messages[0], "role": role, "content": "\n\n".join(text for text in texts if text)}
 
 
@@ -403,6 +426,8 @@ def _marked(message: dict[str, object]) -> dict[str, object]:
         return {**message, "content": content + _CUT_HERE}
     if isinstance(content, list) and content:
         *rest, last = content
+        if last == _IMAGE:
+            raise ValueError("continue_final_message needs a last message that ends with text")
         return {**message, "content": [*rest, {**last, "text": last["text"] + _CUT_HERE}]}
     raise ValueError("continue_final_message needs a last message with content to go on with")
 

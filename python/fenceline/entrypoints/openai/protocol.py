@@ -20,10 +20,12 @@ from pydantic import (
     FailFast,
     Field,
     PlainValidator,
+    PrivateAttr,
     model_validator,
 )
 
 from fenceline.config.request_limits import (
+    MAX_IMAGE_CHARS,
     MAX_MESSAGES,
     MAX_REQUESTS,
     MAX_RID_BYTES,
@@ -33,6 +35,7 @@ from fenceline.config.request_limits import (
     MAX_TOOLS_BYTES,
 )
 from fenceline.entrypoints.fields import WITHOUT_EFFECT, Refused
+from fenceline.frontend.request_types import IMAGE_DETAILS, ImageDetail, ImageSource
 
 MAX_TOP_LOGPROBS = 20
 MAX_MODEL_CHARS = 256  # limited because the name is repeated in every chunk
@@ -174,21 +177,71 @@ class TextPart(StrictModel):
     text: str
 
 
-def _text_parts_only(value: object) -> object:
+class ImageUrl(StrictModel):
+    """Where an image is: a ``data:`` URL, or one that the server may fetch."""
+
+    url: str
+    detail: ImageDetail = "auto"
+
+
+class ImagePart(StrictModel):
+    """An image in a message's content. Another route's request may say where it stood there."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    _place: str = PrivateAttr("")
+
+    def source(self, place: str) -> ImageSource:
+        """The image, which stands at ``place`` of the chat completion."""
+        return ImageSource(self._place or place, self.image_url.url, self.image_url.detail)
+
+
+def image_part(url: object, detail: object, place: str) -> ImagePart:
+    """The image at ``place`` of another route's request. Raises ValueError for what is none."""
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "auto" if detail is None else detail}}
+    try:
+        _check_image(part)
+    except ValueError as error:
+        raise ValueError(f"has {error}") from None
+    made = ImagePart.model_validate(part)
+    made._place = place
+    return made
+
+
+def _check_image(part: Mapping[str, object]) -> None:
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(url, str) or not url:
+        raise ValueError("an image without its URL")
+    if len(url) > MAX_IMAGE_CHARS:
+        raise ValueError(f"an image of {len(url)} characters, at most {MAX_IMAGE_CHARS} are allowed")
+    detail = image.get("detail") if isinstance(image, dict) else None
+    if detail is not None and detail not in IMAGE_DETAILS:
+        raise ValueError(f"an image whose detail is not {', '.join(IMAGE_DETAILS)}")
+
+
+def _known_parts(value: object) -> object:
     """Check the kinds of a message's parts before pydantic checks their fields, for a clear error message."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        raise ValueError("must be a string or a list of parts")
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+        if kind not in ("text", "image_url"):
             raise ValueError(
-                f"has a part of type {kind!r}; this server reads text only: send parts of the form "
-                '{"type": "text", "text": ...}'
+                f"[{index}] is a part of type {str(kind)[:64]!r}; this server reads text and images: send parts of the "
+                'form {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": ...}}'
             )
-        if not isinstance(part.get("text"), str):
-            raise ValueError("has a text part whose text is not a string")
+        if not isinstance(part, dict):
+            continue
+        if kind == "image_url":
+            try:
+                _check_image(part)
+            except ValueError as error:
+                raise ValueError(f"[{index}] is {error}") from None
+        elif not isinstance(part.get("text"), str):
+            raise ValueError(f"[{index}] is a text part whose text is not a string")
     return value
 
 
@@ -208,7 +261,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation. ``developer`` is OpenAI's newer word for ``system``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart] | str | None, BeforeValidator(_text_parts_only)] = None
+    content: Annotated[list[TextPart | ImagePart] | str | None, BeforeValidator(_known_parts)] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name of it
@@ -221,6 +274,13 @@ class ChatMessage(StrictModel):
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("has no content")
         return self
+
+    @property
+    def text(self) -> str:
+        """The text of the content, without what lies between its parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text for part in self.content or () if isinstance(part, TextPart)])
 
 
 def _not_too_large(kwargs: JsonObject) -> JsonObject:
@@ -276,6 +336,16 @@ class ChatBody(GenerationBody):
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
     modalities: list[str] | None = None
+
+    def images(self) -> list[ImageSource]:
+        """The images of all messages, in their order."""
+        return [
+            part.source(f"messages[{index}].content[{place}]")
+            for index, message in enumerate(self.messages)
+            if isinstance(message.content, list)
+            for place, part in enumerate(message.content)
+            if isinstance(part, ImagePart)
+        ]
 
 
 def chat_only(instead: Mapping[str, str]) -> dict[str, Refused]:

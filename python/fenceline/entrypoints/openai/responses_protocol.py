@@ -11,10 +11,13 @@ from fenceline.config.request_limits import MAX_MESSAGES
 from fenceline.entrypoints.fields import OPENAI, WITHOUT_EFFECT, FieldRules, Refused
 from fenceline.entrypoints.openai.protocol import (
     CommonBody,
+    ImagePart,
     JsonObject,
     StrictModel,
+    TextPart,
     chat_only,
     common_fields,
+    image_part,
     not_too_many_tools,
 )
 
@@ -52,14 +55,16 @@ def _check_item(item: object) -> None:
         case "message":
             if item.get("role") not in ("user", "assistant", "system", "developer"):
                 raise ValueError("is a message whose role is not user, assistant, system or developer")
-            _text_of(item.get("content"))
+            _content_of(item.get("content"), "content")
+            if item["role"] == "assistant":
+                _text_of(item.get("content"))
         case "function_call":
             if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
                 raise ValueError("is a function_call, which has the strings call_id, name and arguments")
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise ValueError("is a function_call_output without its call_id")
-            _text_of(item.get("output") or "")
+            _content_of(item.get("output") or "", "output")
         case "reasoning":
             _text_of(item.get("content") or [], ("reasoning_text",))
         case "item_reference":
@@ -82,9 +87,29 @@ def _text_of(content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
     for part in content:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if not (isinstance(text, str) and part.get("type") in kinds):
-            raise ValueError("has a part that is no text; this server reads text only")
+            raise ValueError("has a part that is neither text nor an image")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _content_of(content: object, place: str) -> str | list[TextPart | ImagePart]:
+    """The content of a message of a chat completion: the text alone, unless images are among the parts. ``place``: that
+    of ``content`` in the request. Raises ValueError for what is neither."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text_of(content)
+    parts: list[TextPart | ImagePart] = []
+    for index, part in enumerate(content):
+        if not _is_image(part):
+            parts.append(TextPart(type="text", text=_text_of([part])))
+        elif part.get("file_id") is not None:
+            raise ValueError("has an image by its file_id, but no files are kept here: send it as a data: URL")
+        else:
+            parts.append(image_part(part.get("image_url"), part.get("detail"), f"{place}[{index}]"))
+    return parts
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 class ResponsesTool(StrictModel):
@@ -179,7 +204,7 @@ def input_messages(items: str | list[JsonObject]) -> list[Message]:
 def _messages(items: list[JsonObject]) -> Iterator[Message]:
     """What the model has written since the last message of another role is one message: reasoning, text, calls."""
     own: Message = {}
-    for item in items:
+    for index, item in enumerate(items):
         kind = item_kind(item)
         if kind == "reasoning":
             text = _text_of(item.get("content") or [], ("reasoning_text",))
@@ -202,9 +227,10 @@ def _messages(items: list[JsonObject]) -> Iterator[Message]:
                 yield own
                 own = {}
             if kind == "message":
-                yield {"role": item["role"], "content": _text_of(item["content"])}
+                yield {"role": item["role"], "content": _content_of(item["content"], f"input[{index}].content")}
             else:
-                yield {"role": "tool", "tool_call_id": item["call_id"], "content": _text_of(item.get("output") or "")}
+                content = _content_of(item.get("output") or "", f"input[{index}].output")
+                yield {"role": "tool", "tool_call_id": item["call_id"], "content": content}
     if own:
         yield own
 

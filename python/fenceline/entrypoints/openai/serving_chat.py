@@ -33,7 +33,7 @@ from fenceline.entrypoints.openai.parsing import (
     refuse_chat,
     sampling_params,
 )
-from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
+from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, ImagePart
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser, ReasoningTokens
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import (
@@ -190,6 +190,7 @@ class ChatServing:
         first = GenerateInput(
             text=prompt if isinstance(prompt, str) else None,
             input_ids=None if isinstance(prompt, str) else prompt,
+            images=body.images(),
             sampling_params=params,
             rid=rid,
             return_logprob=body.logprobs,
@@ -285,8 +286,7 @@ class ChatServing:
         """The beginning of the answer that is to be continued, None where there is none."""
         if isinstance(prompt, list) or not body.continue_final_message:
             return None
-        content = body.messages[-1].content
-        return content if isinstance(content, str) else "".join(part.text for part in content or ())
+        return body.messages[-1].text
 
 
 def may_call(body: ChatBody) -> bool:
@@ -302,18 +302,16 @@ def functions_of(body: ChatBody) -> Mapping[str, Mapping[str, object]]:
 async def conversation_text(generator: Generator, template: ChatTemplate | str, body: ChatBody) -> str:
     """:func:`render_chat`, in a worker thread if the conversation is long. Raises RequestError (400) before rendering
     for a conversation that cannot fit the context."""
-    contents = [message.content for message in body.messages]
-    num_chars = sum(
-        len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
-        for content in contents
-    )
+    generator.check_images(body.images())
+    num_chars = 0
     for message in body.messages:
+        num_chars += len(message.text)
         num_chars += len(message.reasoning_content or message.reasoning or "")
         num_chars += sum(len(msgspec.json.encode(call)) for call in message.tool_calls or ())
     if may_call(body):
         num_chars += sum(len(msgspec.json.encode(tool.model_dump())) for tool in body.tools)
     generator.check_text_length(num_chars)
-    if num_chars <= _INLINE_CHARS and len(contents) <= _INLINE_MESSAGES:
+    if num_chars <= _INLINE_CHARS and len(body.messages) <= _INLINE_MESSAGES:
         return render_chat(template, body)
     return await asyncio.to_thread(render_chat, template, body)
 
@@ -352,6 +350,11 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
 
 def _template_message(message: ChatMessage) -> dict[str, object]:
     values = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        # Templates know where an image stands, not what it shows, and most of them by this type.
+        values["content"] = [
+            {"type": "image"} if isinstance(part, ImagePart) else part.model_dump() for part in message.content
+        ]
     if message.reasoning is not None:
         values.setdefault("reasoning_content", message.reasoning)  # the name that templates use
     if message.role == "developer":

@@ -28,7 +28,7 @@ from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import ServedModel
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.parsing import chat_completion, parse_model
-from fenceline.entrypoints.openai.protocol import JsonObject
+from fenceline.entrypoints.openai.protocol import JsonObject, StrictModel
 from fenceline.entrypoints.openai.responses_protocol import (
     MAX_ID_CHARS,
     RULES,
@@ -90,7 +90,10 @@ class ResponseStore:
         """Keep ``response``, whose conversation is that of ``history`` and the ``new`` messages; the least recently
         used ones make room. One of a longer conversation than is allowed is not kept."""
         # Not with orjson, whose texts take 4 KiB each at least.
-        parts = (b"" if history is None else history.messages, msgspec.json.encode(new)[1:-1])
+        parts = (
+            b"" if history is None else history.messages,
+            msgspec.json.encode(new, enc_hook=StrictModel.model_dump)[1:-1],
+        )
         head = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
         items = tuple(map(msgspec.json.encode, response["output"]))
         stored = _Stored(head, items, b",".join(filter(None, parts)))

@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from fenceline.ipc.io_struct import FinishReason
 
 HI = [{"role": "user", "content": "Hi"}]
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "see"}, IMAGE]}
 WEATHER = {
     "name": "weather",
     "description": "The weather",
@@ -249,7 +251,11 @@ async def test_what_claude_code_sends(serve, tmp_path, caplog):
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "source is of type 'None'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "whose source is missing"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, r"messages\[0\].content\[0\]: this model reads text"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, r"messages\[0\].content\[0\].content\[1\]: this model"),
+        ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "whose text is missing"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\].name"),
@@ -263,7 +269,7 @@ async def test_what_claude_code_sends(serve, tmp_path, caplog):
                     {"role": "system", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]},
                 ]
             },
-            "text only",
+            "no text, where text must be",
         ),
         ({"output_config": {"format": {"type": "json_object"}}}, r"output_config.format must be"),
         ({"extra_body": {"output_format": {"type": "json_schema"}}}, r"output_format must be"),

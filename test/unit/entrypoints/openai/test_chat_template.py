@@ -236,6 +236,42 @@ def test_parts_become_one_text_for_other_templates():
     assert "user\na\nb<|im_end|>" in ChatTemplate(CHATML, {}).render(messages)
 
 
+# How the templates of Qwen2.5-VL and of Gemma 3 place images, shortened.
+QWEN_VL = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}"""  # noqa: E501
+GEMMA = """{%- if messages[0]['content'] is string -%}{%- endif -%}
+{%- for message in messages -%}<start_of_turn>{{ message['role'] }}
+{% if message['content'] is string -%}{{ message['content'] | trim }}
+{%- else -%}{%- for item in message['content'] -%}
+{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}
+{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}<end_of_turn>
+{% endfor -%}"""
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("source", "image"), [(QWEN_VL, "<|vision_start|><|image_pad|><|vision_end|>"), (GEMMA, "<start_of_image>")]
+)
+def test_templates_place_images_among_texts(source, image):
+    messages = [
+        {"role": "user", "content": [IMAGE, TEXT, IMAGE]},
+        ASSISTANT,
+        {"role": "user", "content": [TEXT, IMAGE]},
+    ]
+    text = ChatTemplate(source, {}).render(messages)
+    assert f"user\n{image}a{image}<" in text and f"user\na{image}<" in text
+
+
+def test_an_image_in_a_late_system_message_stays():
+    messages = [USER, {"role": "system", "content": [IMAGE, TEXT]}]
+    late = "message['role'] == 'system' and not loop.first"
+    users = QWEN_VL.replace("{{ message['role'] }}", f"{{{{ 1 // 0 if {late} else message['role'] }}}}")
+    text = ChatTemplate(users, {}).render(messages)
+    assert "\n\n<|vision_start|><|image_pad|><|vision_end|>a<|im_end|>" in text and text.count("<|im_start|>") == 1
+
+
 def test_arguments_of_calls_are_objects():
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     broken = {"function": {"name": "f", "arguments": "{a"}}
@@ -336,6 +372,9 @@ def test_templates_by_name(name, text):
         (CHATML, [USER], {"variables": {"messages": []}}, "cannot set messages"),
         ("x", [USER], {"continue_final_message": True}, "drops the last message"),
         (CHATML, [{"role": "assistant"}], {"continue_final_message": True}, "needs a last message with content"),
+        (CHATML, [{"role": "user", "content": [IMAGE, TEXT]}], {}, "no place for images in messages of role user"),
+        (PARTS, [{"role": "user", "content": [IMAGE, TEXT]}], {}, "no place for images in messages of role user"),
+        (QWEN_VL, [{"role": "user", "content": [TEXT, IMAGE]}], {"continue_final_message": True}, "ends with text"),
     ],
 )
 def test_complaints(source, messages, options, complaint):

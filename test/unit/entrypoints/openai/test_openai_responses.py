@@ -18,6 +18,8 @@ from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 from fenceline.ipc.io_struct import FinishReason
 
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
+HI = {"role": "user", "content": "Hi"}
 WEATHER = {
     "type": "function",
     "name": "weather",
@@ -269,7 +271,10 @@ async def test_a_stream_that_fails_says_so(serve, flags):
     [
         ({"input": [{"type": "item_reference"}]}, r"input \[0\] is an item_reference without its id"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, r"input \[0\] is of type 'computer_call'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part that is no text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"\[0\] has an image without its URL"),
+        ({"input": [{"role": "user", "content": [IMAGE | {"file_id": "f1"}]}]}, "no files are kept"),
+        ({"input": [HI, {"role": "user", "content": [IMAGE]}]}, r"input\[1\].content\[0\]: this model reads text only"),
+        ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "neither text nor an image"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "call_id, name and arguments"),
         ({"input": []}, "messages"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name: this field is required"),
