@@ -55,7 +55,7 @@ def test_interpreted(name: str, results: dict[str, str]) -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability: int) -> None:
     """To machine code, with dependent launch from sm_90 on where a kernel has it; every wide row is read by 16-byte
-    loads."""
+    loads. No kernel converts both to E4M3 and back (see ``rotate_store.rounded``)."""
     pytest.importorskip("triton", reason="Triton is not installed")
     pdl = capability >= 90
     for name, ptx in compiled(capability, pdl):
@@ -64,6 +64,7 @@ def test_compiles(capability: int) -> None:
         assert waits == launches == num, name
         if name in ("_rms_norm_kernel", "_silu_and_mul_kernel", "_rotate_and_store_kernel", "_piece_kernel"):
             assert "ld.global.v4.b32" in ptx, name
+        assert not ("e4m3x2.f32" in ptx and "f16x2.e4m3x2" in ptx), name
 
 
 def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
@@ -285,10 +286,8 @@ def check_store_latent() -> None:
                 continue
             close(found[0][:, :-1], wanted[0][:, :-1], ulps=4.0)
             assert torch.equal(found[1][slots].to(dtype), found[0][:, -1:])
-            actual, expected = found[0][:, -1].float(), wanted[0][:, -1].float()
-            # The interpreter loses the carry of a number that is rounded up to a power of two.
-            assert ((actual == expected) | (actual * 2 == expected)).float().mean() > 0.95
-            assert (actual == expected).float().mean() > 0.9
+            # Norms that differ in their last bit may round to neighbours.
+            assert (found[0][:, -1] == wanted[0][:, -1]).float().mean() > 0.98
 
 
 def check_by_head() -> None:
@@ -334,11 +333,18 @@ def check_rotate_and_store_in_fp8() -> None:
     rotate_and_store(qkv, heads, norms, table, positions, caches[0], caches[1], slots, kv_scales=scales)
     close(qkv[:, : 4 * 16], expected[0][:, : 4 * 16], ulps=4.0)
     for actual, wanted in ((qkv[:, 4 * 16 :], expected[0][:, 4 * 16 :]), *zip(caches, expected[1:], strict=True)):
-        actual, wanted = actual.float(), wanted.float()
-        # The interpreter loses the carry of a number that is rounded up to a power of two.
-        assert ((actual == wanted) | (actual * 2 == wanted)).float().mean() > 0.99
-        assert (actual == wanted).float().mean() > 0.95
+        assert (actual.float() == wanted.float()).float().mean() > 0.98
     assert torch.equal(caches[1].float()[slots].flatten(1), qkv[:, 6 * 16 :])
+
+    # Each finite number of 16 bits, as values, which are not rotated.
+    heads, table = HeadLayout(1, 1, 512), RotaryEmbedding(512, 128, 10_000.0).table
+    values = torch.arange(1 << 16).to(torch.int16).view(torch.float16).nan_to_num(0).reshape(128, 512)
+    qkv = torch.cat((torch.zeros(128, 1024, dtype=torch.float16), values), 1)
+    k_cache, v_cache = (torch.zeros(128, 1, 512, dtype=fp8) for _ in range(2))
+    every = torch.arange(128)
+    rotate_and_store(qkv, heads, None, table, every, k_cache, v_cache, every)
+    rounded = values.float().clamp(-448, 448).to(fp8)
+    assert torch.equal(v_cache[:, 0].float(), rounded.float()) and torch.equal(qkv[:, 1024:].float(), rounded.float())
 
 
 def check_decode_prologue() -> None:

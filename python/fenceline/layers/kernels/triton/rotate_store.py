@@ -131,8 +131,8 @@ def _rotate_and_store_kernel(
     x2 = tl.load(source + HALF, mask=live, other=0.0)
     if is_value:
         if ROUNDS:
-            r1, r2 = rounded(x1, v_scale, v_cache), rounded(x2, v_scale, v_cache)
-            x1, x2 = r1.to(x1.dtype), r2.to(x2.dtype)
+            r1, x1 = rounded(x1, v_scale, v_cache)
+            r2, x2 = rounded(x2, v_scale, v_cache)
             tl.store(source, x1, mask=live)
             tl.store(source + HALF, x2, mask=live)
             tl.store(v_cache + stored, r1, mask=live)
@@ -155,10 +155,10 @@ def _rotate_and_store_kernel(
             tl.store(source + HALF, y2, mask=live)
         else:
             if ROUNDS:
-                r1, r2 = rounded(y1, k_scale, k_cache), rounded(y2, k_scale, k_cache)
+                r1, y1 = rounded(y1, k_scale, k_cache)
+                r2, y2 = rounded(y2, k_scale, k_cache)
                 tl.store(k_cache + stored, r1, mask=live)
                 tl.store(k_cache + stored + HALF, r2, mask=live)
-                y1, y2 = r1.to(dtype), r2.to(dtype)
             else:
                 tl.store(k_cache + stored, y1, mask=live)
                 tl.store(k_cache + stored + HALF, y2, mask=live)
@@ -168,5 +168,14 @@ def _rotate_and_store_kernel(
 
 @triton.jit
 def rounded(x, scale, cache):
-    """x / scale as the nearest number of the cache's type, E4M3."""
-    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -448.0), 448.0).to(cache.dtype.element_ty)
+    """x / scale as the nearest number of the cache's type, E4M3: in that type and in x's. A zero has no sign.
+
+    It is computed in float32, and nothing is converted back from E4M3: ptxas 12.8, which comes with Triton 3.6, packs
+    four converted numbers for one store, and then converts back from a register that does not hold two of them
+    (triton-lang/triton#11111 is of this kind). Adding ``big`` rounds to multiples of its last bit: of 1/8 of x's
+    binade or, below the smallest normal number 2^-6, of 2^-9."""
+    x32 = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -448.0), 448.0)
+    exponent = tl.maximum(x32.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
+    big = (exponent + ((20 << 23) + (1 << 22))).to(tl.float32, bitcast=True)  # 1.5 * 2^20 of these binades
+    nearest = (x32 + big) - big
+    return nearest.to(cache.dtype.element_ty), nearest.to(x.dtype)

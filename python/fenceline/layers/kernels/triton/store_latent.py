@@ -115,8 +115,9 @@ def _store_latent_kernel(
         x2 = tl.load(source + RANK + HALF + lanes, mask=in_half, other=0.0).to(tl.float32)
         y1, y2 = (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
         if ROUNDS:
-            r, r1, r2 = rounded(normed, 1.0, cache_rows), rounded(y1, 1.0, cache_rows), rounded(y2, 1.0, cache_rows)
-            normed, y1, y2 = r.to(dtype), r1.to(dtype), r2.to(dtype)
+            r, normed = rounded(normed, 1.0, cache_rows)
+            r1, y1 = rounded(y1, 1.0, cache_rows)
+            r2, y2 = rounded(y2, 1.0, cache_rows)
         else:
             r, r1, r2 = normed, y1, y2
         tl.store(stored + features, r, mask=in_rank)
