@@ -12,27 +12,21 @@ import hashlib
 import heapq
 import itertools
 import logging
-import multiprocessing
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import TypeVar
 
 import msgspec
 
 from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
-from fenceline.constrained.compile_server import MAX_WALL_S, Compiled, CompileJob, VocabularySource, serve
+from fenceline.constrained.compile_server import COMPILING, CompileJob, VocabularySource, serve
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
 from fenceline.frontend.control import ControlClient
+from fenceline.frontend.job_process import JobProcess, RestartedProcess
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
-from fenceline.ipc.child_process import starting_children
+from fenceline.ipc.forked_jobs import JobResult
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +37,6 @@ MAX_ERRORS = 4096
 MAX_WAITING = 1024  # to be compiled
 MAX_OF_BODY = 16  # different ones
 
-# A process that has not loaded the library by then, or has not answered a job, hangs. The latter is more than
-# MAX_WALL_S, after which the process itself gives up.
-START_S, ANSWER_S = 120.0, MAX_WALL_S + 10
-# After a process that could not start, the next one is started after FIRST_PAUSE_S, then after twice as long each time.
-FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 120.0
-
-T = TypeVar("T")
 _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be long
 
 
@@ -127,8 +114,7 @@ class GrammarClient:
         self._max_bytes = MAX_GRAMMAR_BYTES + MAX_GRAMMAR_BYTES_OF_TOKEN * config.model.vocab_size
         self._num_made = 0
         self._forgotten: list[int] = []  # and not told yet
-        self._process: CompileProcess | None = None
-        self._num_failed_starts = 0  # one after the other
+        self._process = RestartedProcess(self._start_process)
         self._notes: set[str] = set()  # that have been logged
         self._vocabulary_sent = False
         # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
@@ -195,8 +181,7 @@ class GrammarClient:
     def close(self) -> None:
         """End the process that compiles. Requests that wait for it get RequestError (503)."""
         self._closed = True
-        if self._process is not None:
-            self._process.close()
+        self._process.close()
 
     def _begin(self, key: _Key, spec: GrammarSpec, rank: int) -> _Grammar:
         if self._closed:
@@ -234,7 +219,7 @@ class GrammarClient:
                 del self._grammars[grammar.key]
             raise
 
-    async def _compiled(self, spec: GrammarSpec, grammar: _Grammar, rank: int) -> tuple[bytes, Compiled]:
+    async def _compiled(self, spec: GrammarSpec, grammar: _Grammar, rank: int) -> tuple[bytes, JobResult]:
         """The vocabulary, and the result of compiling ``spec`` when it is its turn. Only at its turn it depends on a
         process: one that ends before is replaced."""
         for is_long in (False, True):
@@ -243,7 +228,7 @@ class GrammarClient:
             grammar.is_queued = True
             async with self._queue.turn(rank, is_long):
                 grammar.is_queued = False
-                process = self._running_process()
+                process = self._process.get()
                 vocabulary = await process.started()
                 made = await process.compile(spec, self._max_whitespace, is_short=not is_long)
             if not made.is_given_up:
@@ -273,20 +258,7 @@ class GrammarClient:
                 self._num_bytes -= grammar.num_bytes
                 self._forgotten.append(grammar.number)
 
-    def _running_process(self) -> CompileProcess:
-        """The process, started again if it has ended. Raises RequestError (503) if it has just failed to start."""
-        if self._closed:
-            raise shutting_down()
-        last = self._process
-        if last is not None and not last.ended:
-            return last
-        if last is not None and last.start_error is not None:
-            pause = min(FIRST_PAUSE_S * 2 ** min(self._num_failed_starts, 16), MAX_PAUSE_S)
-            if time.monotonic() < last.ended_s + pause:
-                raise last.start_error.with_traceback(None)
-            self._num_failed_starts += 1
-        else:
-            self._num_failed_starts = 0
+    def _start_process(self) -> CompileProcess:
         assert self._tokenizer is not None, "checked before"
         source = VocabularySource(
             self._tokenizer.backend.to_str(),
@@ -294,11 +266,7 @@ class GrammarClient:
             self._config.model.vocab_size,
             tuple(self._config.model.eos_token_ids),
         )
-        try:
-            self._process = CompileProcess(source, self._num_children)
-        except (OSError, RuntimeError) as error:  # no more files or threads
-            raise RequestError(503, f"grammars cannot be compiled now: {error}; try again later") from error
-        return self._process
+        return CompileProcess(source, self._num_children)
 
 
 def _note_error(task: asyncio.Task[None]) -> None:
@@ -307,122 +275,13 @@ def _note_error(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-class CompileProcess:
-    """The process that compiles, as the event loop sees it; it compiles ``num_children`` grammars at a time. A process
-    that does not answer in time is killed: it hangs, or somebody has stopped it. ``ended``: it cannot be used any more,
-    since ``ended_s`` on the monotonic clock. ``start_error``: why it never could be."""
+class CompileProcess(JobProcess):
+    """The process that compiles ``num_children`` grammars at a time."""
 
     def __init__(self, source: VocabularySource, num_children: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._vocabulary: asyncio.Future[bytes] = self._loop.create_future()
-        self._vocabulary.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.ended = False
-        self.ended_s = 0.0
-        self.start_error: RequestError | None = None
-        self._closed = False
-        self._waiting: dict[int, asyncio.Future[Compiled]] = {}
-        self._num_jobs = 0
-        # A thread of its own: to a process that has been stopped, sending blocks until it is killed.
-        self._sender = ThreadPoolExecutor(1, "grammar-jobs")
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=serve, args=(theirs, num_children), name="grammar-compiler", daemon=True
-        )
-        threading.Thread(target=self._read, args=(theirs, source), name="grammar-compiler", daemon=True).start()
+        # The source is not among its arguments: starting it would wait for it to read them.
+        super().__init__("grammar-compiler", serve, (num_children,), msgspec.msgpack.encode(source), COMPILING)
 
-    async def started(self) -> bytes:
-        """The vocabulary, as soon as the process is ready. Raises RequestError (503) if it does not become ready."""
-        return await self._in_time(START_S, asyncio.shield(self._vocabulary))
-
-    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> JobResult:
         """The result of a CompileJob. Raises RequestError (503) if the process ends before, or does not answer."""
-        if self.ended:
-            raise _compiler_ended()
-        self._num_jobs += 1
-        job = CompileJob(self._num_jobs, spec, max_whitespace, is_short)
-        future = self._waiting[job.id] = self._loop.create_future()
-        try:
-            return await self._in_time(ANSWER_S, self._sent(job, future))
-        except (OSError, RuntimeError) as error:  # its end is closed, or there can be no thread
-            raise _compiler_ended() from error
-        finally:
-            self._waiting.pop(job.id, None)
-
-    def close(self) -> None:
-        """End it, or have it ended as soon as it has been started."""
-        self._closed = True
-        if self._process.pid is not None:
-            self._process.kill()
-
-    async def _sent(self, job: CompileJob, future: asyncio.Future[Compiled]) -> Compiled:
-        await self._loop.run_in_executor(self._sender, self._connection.send_bytes, msgspec.msgpack.encode(job))
-        return await future
-
-    async def _in_time(self, limit_s: float, answer: Awaitable[T]) -> T:
-        """``answer``, unless it takes longer than ``limit_s``: then the process is lost, with all that waits for it."""
-        try:
-            async with asyncio.timeout(limit_s):
-                return await answer
-        except TimeoutError:
-            logger.error("the process that compiles grammars has not answered for %g s and is killed", limit_s)
-            self.close()
-            self._fail()
-            raise _compiler_ended() from None
-
-    def _read(self, theirs: Connection, source: VocabularySource) -> None:
-        """The thread that starts the process, since that takes a while, and reads what comes."""
-        decoder = msgspec.msgpack.Decoder(Compiled)
-        try:
-            try:
-                with starting_children():
-                    self._process.start()
-            finally:
-                theirs.close()
-            if self._closed:
-                self._process.kill()
-            # Not among its arguments: starting it would wait for it to read them.
-            self._connection.send_bytes(msgspec.msgpack.encode(source))
-            while True:
-                made = decoder.decode(self._connection.recv_bytes())
-                self._call(self._resolve, made)
-        except (EOFError, OSError):
-            pass
-        except Exception:
-            logger.exception("the process that compiles grammars is lost")
-        finally:
-            self._call(self._fail)
-
-    def _call(self, function: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            pass  # the loop is closed
-
-    def _resolve(self, made: Compiled) -> None:
-        if self.ended:
-            return
-        if made.id != 0:
-            future = self._waiting.get(made.id)
-            if future is not None and not future.done():
-                future.set_result(made)
-        elif made.error:
-            self._fail(RequestError(503, f"grammars cannot be compiled now: {made.error}; try again later"))
-        else:
-            self._vocabulary.set_result(made.data)
-
-    def _fail(self, error: RequestError | None = None) -> None:
-        if self.ended:
-            return
-        self.ended, self.ended_s = True, time.monotonic()
-        self._sender.shutdown(wait=False)
-        if not self._vocabulary.done():
-            self.start_error = error or _compiler_ended()
-            self._vocabulary.set_exception(self.start_error)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(_compiler_ended())
-
-
-def _compiler_ended() -> RequestError:
-    return RequestError(503, "the grammar could not be compiled: the process that compiles grammars ended; try again")
+        return await self.run(lambda id: CompileJob(id, is_short, spec, max_whitespace))

@@ -12,8 +12,10 @@ import pytest
 from grammar_work import NUM_CHILDREN, serve_work
 
 from fenceline.constrained import compile, compile_server
-from fenceline.constrained.compile_server import Compiled, CompileJob, VocabularySource
+from fenceline.constrained.compile_server import CompileJob, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
+from fenceline.ipc import forked_jobs
+from fenceline.ipc.forked_jobs import JobResult
 
 
 @pytest.fixture
@@ -48,24 +50,24 @@ def test_the_vocabulary_is_sent_before_the_priority_is_lowered(monkeypatch: pyte
     """All requests with a grammar wait for it; with a lower priority on a busy CPU for minutes."""
     done: list[str] = []
     ours, theirs = multiprocessing.Pipe()
-    monkeypatch.setattr(compile_server.os, "nice", lambda _: done.append("lowered"))
-    monkeypatch.setattr(compile_server.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(compile_server.signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setattr(forked_jobs.os, "nice", lambda _: done.append("lowered"))
+    monkeypatch.setattr(forked_jobs.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(forked_jobs.signal, "pthread_sigmask", lambda *_: None)
     monkeypatch.setattr(compile, "make_vocabulary", lambda *_: done.append("loaded") or _Vocabulary())
-    monkeypatch.setattr(compile_server, "CompileServer", _Ended)
+    monkeypatch.setattr(forked_jobs, "JobServer", _Ended)
     ours.send_bytes(msgspec.msgpack.encode(VocabularySource("", frozenset(), 1, (0,))))
     compile_server.serve(theirs, 1)
     assert done == ["loaded", "lowered"]
-    assert _receive(ours) == Compiled(0, b"{}")
+    assert _receive(ours) == JobResult(0, b"{}")
 
 
 def _send(server: Connection, id: int, text: str, is_short: bool = False) -> None:
-    server.send_bytes(msgspec.msgpack.encode(CompileJob(id, GrammarSpec("regex", text), None, is_short)))
+    server.send_bytes(msgspec.msgpack.encode(CompileJob(id, is_short, GrammarSpec("regex", text), None)))
 
 
-def _receive(server: Connection) -> Compiled:
+def _receive(server: Connection) -> JobResult:
     assert server.poll(120)
-    return msgspec.msgpack.decode(server.recv_bytes(), type=Compiled)
+    return msgspec.msgpack.decode(server.recv_bytes(), type=JobResult)
 
 
 def test_a_slow_grammar_is_refused_and_others_do_not_wait(server: Connection) -> None:
@@ -75,14 +77,14 @@ def test_a_slow_grammar_is_refused_and_others_do_not_wait(server: Connection) ->
     answers = [_receive(server) for _ in range(5)]
     assert [answer.id for answer in answers] == [2, 3, 4, 5, 1]
     assert all(answer.data == b"fine" * 100_000 for answer in answers[:4])
-    assert "takes more than 1 s to compile" in answers[4].error and answers[4].is_refused
+    assert "not compiled in 1 s of CPU time" in answers[4].error and answers[4].is_refused
 
 
 def test_a_short_attempt_decides_nothing(server: Connection) -> None:
     _send(server, 1, "loop", is_short=True)
     _send(server, 2, "fine", is_short=True)
     answers = {answer.id: answer for answer in (_receive(server), _receive(server))}
-    assert answers[1] == Compiled(1, is_given_up=True)
+    assert answers[1] == JobResult(1, is_given_up=True)
     assert answers[2].data
 
 
@@ -99,7 +101,7 @@ def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connect
     ("text", "reason", "is_refused"),
     [
         ("eat", "needs more than", True),
-        ("crash", "the compiler failed", True),
+        ("crash", "cannot be compiled", True),
         ("kill", "try again later", False),
         ("no files", "are short: try again later", False),
         ("refuse", "this is why", True),

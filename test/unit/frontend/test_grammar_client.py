@@ -13,16 +13,17 @@ import pytest
 from frontend_bench import demo_config
 from grammar_work import serve_from_source
 
-from fenceline.constrained.compile_server import Compiled, VocabularySource
+from fenceline.constrained.compile_server import COMPILING, VocabularySource
 from fenceline.constrained.spec import ANY_OBJECT, GrammarSpec
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.openai.parsing import answer_grammar
 from fenceline.entrypoints.openai.protocol import ChatBody
-from fenceline.frontend import grammar_client
+from fenceline.frontend import grammar_client, job_process
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, CompileQueue, GrammarClient
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.ipc.forked_jobs import JobResult
 from fenceline.ipc.io_struct import ControlReply, LoadGrammarReq
 
 
@@ -34,7 +35,7 @@ class FakeProcess:
         self.start_error: RequestError | None = None
         self.go = asyncio.Event()
         self.compiled: list[str] = []
-        self.answers: dict[str, Compiled] = {}
+        self.answers: dict[str, JobResult] = {}
         self.slow: set[str] = set()
 
     async def started(self) -> bytes:
@@ -42,12 +43,12 @@ class FakeProcess:
             raise self.start_error
         return b"vocabulary"
 
-    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> JobResult:
         self.compiled.append(spec.text)
         await self.go.wait()
         if is_short and spec.text in self.slow:
-            return Compiled(1, is_given_up=True)
-        return self.answers.get(spec.text, Compiled(1, b"grammar"))
+            return JobResult(1, is_given_up=True)
+        return self.answers.get(spec.text, JobResult(1, b"grammar"))
 
     def close(self) -> None:
         pass
@@ -92,8 +93,8 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 async def test_what_is_refused_is_remembered_what_failed_tried_again(bench: Bench) -> None:
     bench.process.go.set()
     bench.process.answers = {
-        "wrong": Compiled(1, error="it is wrong", is_refused=True),
-        "killed": Compiled(1, error="memory is short"),
+        "wrong": JobResult(1, error="it is wrong", is_refused=True),
+        "killed": JobResult(1, error="memory is short"),
     }
     for text, status in (("wrong", 400), ("killed", 503)):
         for _ in range(2):
@@ -196,8 +197,8 @@ async def test_one_more_than_may_wait_is_refused(bench: Bench, monkeypatch: pyte
 async def test_the_grammar_unused_for_longest_makes_room(bench: Bench) -> None:
     """The demo model's 1,024 tokens leave room for four grammars of 8 MiB, and not for five."""
     bench.process.go.set()
-    bench.process.answers = {text: Compiled(1, bytes(8 << 20)) for text in "abc"}
-    bench.process.answers["large"] = Compiled(1, bytes(16 << 20))
+    bench.process.answers = {text: JobResult(1, bytes(8 << 20)) for text in "abc"}
+    bench.process.answers["large"] = JobResult(1, bytes(16 << 20))
     numbers = {text: await bench.number(text) for text in "abc"}
     assert await bench.number("a") == numbers["a"]
     await bench.number("large")
@@ -228,7 +229,7 @@ async def test_a_process_that_cannot_start_is_started_after_a_pause(
 ) -> None:
     """Memory may have been short for a moment. Without the pause each request would start a process in vain."""
     now = 0.0
-    monkeypatch.setattr(grammar_client.time, "monotonic", lambda: now)
+    monkeypatch.setattr(job_process.time, "monotonic", lambda: now)
     bench.process.go.set()
     bench.process.start_error = RequestError(503, "no memory")
     bench.process.ended = True
@@ -259,7 +260,7 @@ async def test_waiting_for_a_process_that_cannot_start_is_told(monkeypatch: pyte
     def failing() -> None:
         raise RuntimeError("no thread")
 
-    monkeypatch.setattr(grammar_client, "starting_children", failing)
+    monkeypatch.setattr(job_process, "starting_children", failing)
     process = CompileProcess(_NO_SOURCE, 2)
     with pytest.raises(RequestError) as caught:
         await asyncio.wait_for(process.started(), 60)
@@ -276,7 +277,7 @@ async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest
         assert closed.wait(60)
         yield
 
-    monkeypatch.setattr(grammar_client, "starting_children", slowly)
+    monkeypatch.setattr(job_process, "starting_children", slowly)
     process = CompileProcess(_NO_SOURCE, 2)
     process.close()
     closed.set()
@@ -308,7 +309,7 @@ async def test_a_compiler_that_hangs_or_is_killed_is_replaced(
     worker: Bench, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     await worker.number("first")  # the process has started
-    monkeypatch.setattr(grammar_client, "ANSWER_S", 1.0)
+    monkeypatch.setattr(job_process, "ANSWER_S", 1.0 - COMPILING.wall_s)
     asked = asyncio.create_task(worker.number(text))
     # As many as are sent at a time, and others that wait for their turn. What is sent is more than a pipe holds.
     texts = [f"{number}" + "x" * 100_000 for number in range(6)]
@@ -316,7 +317,7 @@ async def test_a_compiler_that_hangs_or_is_killed_is_replaced(
     with pytest.raises(RequestError, match="ended; try again") as caught:
         await asyncio.wait_for(asked, 60)
     assert caught.value.status == 503
-    monkeypatch.setattr(grammar_client, "ANSWER_S", 60.0)
+    monkeypatch.setattr(job_process, "ANSWER_S", 60.0)
     ends = await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 60)
     failed = [end for end in ends if isinstance(end, BaseException)]
     assert len(failed) <= 1 and all(isinstance(end, RequestError) for end in failed)
@@ -328,13 +329,13 @@ async def test_a_compiler_that_hangs_or_is_killed_is_replaced(
 async def test_a_compiler_that_cannot_start_fails_one_request(
     worker: Bench, monkeypatch: pytest.MonkeyPatch, start: str
 ) -> None:
-    monkeypatch.setattr(grammar_client, "START_S", 2.0 if start == "stop" else 60.0)
-    monkeypatch.setattr(grammar_client, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(job_process, "START_S", 2.0 if start == "stop" else 60.0)
+    monkeypatch.setattr(job_process, "FIRST_PAUSE_S", 0.0)
     worker.starts = [start]
     with pytest.raises(RequestError) as caught:
         await asyncio.wait_for(worker.number("a"), 60)
     assert caught.value.status == 503
-    monkeypatch.setattr(grammar_client, "START_S", 60.0)
+    monkeypatch.setattr(job_process, "START_S", 60.0)
     assert await worker.number("a") > 0
     assert worker.num_processes == 2
 

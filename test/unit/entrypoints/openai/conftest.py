@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.constrained.compile import compile_grammar, make_vocabulary
-from fenceline.constrained.compile_server import Compiled, VocabularySource
+from fenceline.constrained.compile_server import VocabularySource
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.body_parser import BodyParser
@@ -34,6 +34,7 @@ from fenceline.entrypoints.openai.router import create_router
 from fenceline.frontend import grammar_client
 from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.forked_jobs import JobResult
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
@@ -209,12 +210,12 @@ class Compiler:
         """See ``CompileProcess``."""
         return self._vocabulary.serialize_json().encode()
 
-    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> JobResult:
         """See ``CompileProcess``."""
         try:
-            return Compiled(1, compile_grammar(self._vocabulary, spec, max_whitespace))
+            return JobResult(1, compile_grammar(self._vocabulary, spec, max_whitespace))
         except ValueError as error:
-            return Compiled(1, error=str(error), is_refused=True)
+            return JobResult(1, error=str(error), is_refused=True)
 
     def close(self) -> None:
         """See ``CompileProcess``."""
