@@ -15,6 +15,7 @@ from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels import accesses, embed_join
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.index_rows import packed, rounded
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.layers.kernels.triton import (
     activation,
@@ -28,6 +29,7 @@ from fenceline.layers.kernels.triton import (
     rms_norm,
     rotate_store,
     routing,
+    select_tokens,
     skinny_gemm,
     store_latent,
 )
@@ -64,6 +66,7 @@ def launches() -> Iterator[Launch]:
     yield from _grouped_products()
     yield from _combinations()
     yield from _decodes()
+    yield from _selections()
     yield from _extends()
     yield from _gathers()
     yield from _prologues()
@@ -432,11 +435,11 @@ def _combinations() -> Iterator[Launch]:
         )
 
 
-def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+def _paged(lens: list[int], page_size: int, heads: tuple[int, int], dim: int = 16) -> tuple[Any, ...]:
     """Keys, values, page table, rows and lengths of requests whose pages are anywhere in a pool."""
     pages = [-(-n // page_size) for n in lens]
     num_pages = sum(pages) + 3
-    caches = [_random(num_pages * page_size, heads[1], 16) for _ in range(2)]
+    caches = [_random(num_pages * page_size, heads[1], dim) for _ in range(2)]
     table = torch.zeros(len(lens) + 2, max(pages) + 2, dtype=torch.int32)
     rows = torch.randperm(len(lens) + 2)[: len(lens)]
     free = (torch.randperm(num_pages - 1) + 1).tolist()
@@ -520,6 +523,47 @@ def _decodes() -> Iterator[Launch]:
 
         operands = (partial, stats, torch.tensor(lens), out)
         yield Launch(f"merge_pieces of {lens}", accesses.merge_pieces, operands, merge, waits_in=decode_attention)
+
+
+def _selections() -> Iterator[Launch]:
+    # Lengths, page size, heads, features, queries, nodes, whether they are a tree, whether rows are in FP8.
+    shapes = (
+        ([34, 5], 4, 3, 16, 3, 4, True, False),
+        ([34, 5], 4, 3, 16, 1, 1, False, True),
+        ([140, 9], 16, 17, 20, 2, 2, False, False),
+    )
+    for lens, page_size, heads, dim, num_queries, num_nodes, is_tree, in_fp8 in shapes:
+        index, _, table, rows, seq_lens = _paged(lens, page_size, (1, 1), dim)
+        if in_fp8:
+            index = packed(*rounded(index))
+        num, sizes = len(lens) * num_queries, (num_queries, num_nodes)
+        queries, weights = _random(num, heads, dim), _random(num, heads)
+        ancestors = torch.randint(0, 1 << num_nodes, (len(lens), num_queries)) if is_tree else None
+
+        def score(
+            pdl: bool, queries: Any, weights: Any, index: Any, table: Any, rows: Any, seq_lens: Any, keys: Any,
+            page_size: int, ancestors: Any, sizes: tuple[int, int] = sizes, longest: int = max(lens),
+        ) -> None:  # fmt: skip
+            requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
+            tree = QueryTree(*sizes, ancestors)
+            select_tokens.score_keys(queries, weights, index, requests, tree, 4, longest, 0, 2)
+
+        keys = torch.empty(num, -(-max(lens) // 32) * 32, dtype=torch.int32)
+        operands = (queries, weights, index, table, rows, seq_lens, keys, page_size, ancestors)
+        yield Launch(f"score_keys of {lens}", accesses.score_keys, operands, score, [keys])
+        found = torch.randint(-3, 3, keys.shape).float()  # whose garbage, unlike that of integers, is not all equal
+
+        def select(
+            pdl: bool, keys: Any, table: Any, rows: Any, seq_lens: Any, ancestors: Any, slots: Any, counts: Any,
+            page_size: int = page_size, sizes: tuple[int, int] = sizes,
+        ) -> None:  # fmt: skip
+            requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
+            tree = QueryTree(*sizes, ancestors)
+            select_tokens.select_best(keys.view(torch.int32), requests, tree, 0, slots, counts)
+
+        chosen = torch.empty(num, 4, dtype=torch.int32), torch.empty(num, dtype=torch.int64)
+        operands = (found, table, rows, seq_lens, ancestors, *chosen)
+        yield Launch(f"select_best of {lens}", accesses.select_best, operands, select)
 
 
 def _extends() -> Iterator[Launch]:

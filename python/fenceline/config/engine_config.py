@@ -620,11 +620,6 @@ def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
         )
     if model.latent is None or device != "cuda":
         return
-    if model.indexer is not None:
-        raise ConfigError(
-            f"{model.model_path}: {model.architecture} has sparse attention, which runs on a CPU only so far; use"
-            " --device cpu"
-        )
     for name in _ATTENTION_BACKENDS:
         wanted = getattr(args, name)
         if wanted not in (None, "auto", "triton", _ON_ANY_DEVICE):

@@ -5,40 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_parity import PagedModel, save_checkpoint
 from scheduler_driver import Driver, make_model_driver, request
+from selection_cases import Sizes, Steps
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
-from fenceline.config.kv_layout import KVLayout, index_keys, latent
 from fenceline.config.server_args import parse_args
-from fenceline.layers.attention.base import AttentionBackend, LayerRules
+from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
-from fenceline.layers.forward_batch import (
-    AttentionInputs,
-    AttentionPlan,
-    ForwardMode,
-    IndexQueries,
-    QueryTree,
-    VerifyInputs,
-)
+from fenceline.layers.forward_batch import ForwardMode
 from fenceline.layers.kernels.index_rows import packed, rounded, spread, unpacked
-from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.memory_order.guards import Best, first_of_best
+from fenceline.memory_order.guards import first_of_best
 
-RULES = {0: LayerRules(rows=("latent", "latent"), selects=True)}
 BACKENDS = (ReferenceAttentionBackend, CpuAttentionBackend, FixedOrderAttentionBackend)
-PAGE, TOP_K, WIDTH, HEADS = 4, 5, 6, 3
 LENGTHS = (3, 5, 6, 41)  # fewer than are selected, as many, one more, many
-TREE = (-1, 0, 0, 1, 2)  # the parent of each node
-Read = list[int]  # the positions that a query sees, in order; those of a tree's nodes are of their slots
+TREE = [-1, 0, 0, 1, 2]  # the parent of each node
 
 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -torch.inf]), min_size=1, max_size=20), st.integers(1, 20))
@@ -48,91 +36,25 @@ def test_of_equal_scores_the_first_are_taken(scores: list[float], num: int) -> N
     assert found[0].nonzero().flatten().tolist() == sorted(order[:num])
 
 
-class Steps:
-    """Requests of ``LENGTHS`` whose index keys, queries and weights are small whole numbers, so that many scores are
-    equal and every sum is exact."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        rows = latent(WIDTH, "float32") + index_keys(4, "float32")
-        pages_per_row = -(-max(LENGTHS) // PAGE)
-        self.pool = KVPool(len(LENGTHS) * pages_per_row + 1, KVLayout(PAGE, (rows,)), torch.device("cpu"))
-        self.pool.row(0, "latent").normal_(generator=self.generator)
-        self.pool.row(0, "index").copy_(self._whole(self.pool.row(0, "index").shape))
-        pages = torch.randperm(self.pool.num_pages - 1, generator=self.generator) + 1
-        self.table = pages.view(len(LENGTHS), pages_per_row).int()
-
-    def _whole(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(-1, 2, shape, generator=self.generator).float()
-
-    def slots(self, row: int, positions: Read) -> list[int]:
-        return [int(self.table[row, p // PAGE]) * PAGE + p % PAGE for p in positions]
-
-    def check(self, plan: AttentionPlan, reads: list[tuple[int, Read]], best: Best = first_of_best) -> None:
-        """``reads``: of each query its request and what it sees."""
-        num = len(reads)
-        q = torch.randn(num, HEADS, WIDTH, generator=self.generator)
-        queries, weights = self._whole((num, 2, 4)), self._whole((num, 2))
-        tokens = plan.select(0, IndexQueries(queries, weights, TOP_K, best))
-        row = q[:, :1]  # not read: this step's rows are in the pool
-        found = plan.forward_selected(0, q, row, row, 0.7, tokens)
-        for i, (request_row, positions) in enumerate(reads):
-            slots = torch.tensor(self.slots(request_row, positions))
-            keys = self.pool.row(0, "index")[slots, 0]
-            scores = ((queries[i] @ keys.T).relu() * weights[i, :, None]).sum(0).tolist()
-            chosen = sorted(range(len(slots)), key=lambda j: (-scores[j], j))[:TOP_K]
-            rows = self.pool.row(0, "latent")[slots[sorted(chosen)], 0]
-            expected = torch.softmax(q[i] @ rows.T * 0.7, -1) @ rows
-            torch.testing.assert_close(found[i], expected, atol=1e-5, rtol=1e-5)
-
-    def inputs(self, mode: ForwardMode, new: list[int]) -> AttentionInputs:
-        lens = np.array(LENGTHS)
-        rows, tensor = torch.arange(len(LENGTHS)), torch.from_numpy(lens)
-        return AttentionInputs(mode, self.table, rows, tensor, lens, np.array(new))
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from(BACKENDS))
 def test_queries_attend_to_the_best_tokens(seed: int, kind: type[ReferenceAttentionBackend]) -> None:
     """Chunks behind prefixes, decode, and verified trees, whose nodes lie in the order of their numbers."""
-    steps = Steps(seed)
-    backend: AttentionBackend = kind(steps.pool, RULES)
-    new = [3, 1, 6, 9]
-    spans = [range(length - n, length) for length, n in zip(LENGTHS, new, strict=True)]
-    reads = [(row, list(range(last + 1))) for row, span in enumerate(spans) for last in span]
-    steps.check(backend.plan(steps.inputs(ForwardMode.EXTEND, new)), reads)
-    ones = [1] * len(LENGTHS)
-    reads = [(row, list(range(length))) for row, length in enumerate(LENGTHS)]
-    steps.check(backend.plan(steps.inputs(ForwardMode.DECODE, ones)), reads)
-    paths = [[node] for node in range(len(TREE))]
-    for node, parent in enumerate(TREE):
-        paths[node] = [*(paths[parent] if parent >= 0 else []), node]
-    rows = [row for row, length in enumerate(LENGTHS) if length >= len(TREE)]
-    starts = [LENGTHS[row] - len(TREE) for row in rows]
-    ancestors = torch.tensor([[sum(1 << node for node in path) for path in paths]] * len(rows))
-    lens = np.array([LENGTHS[row] for row in rows])
-    tree = QueryTree(len(TREE), len(TREE), ancestors)
-    inputs = VerifyInputs(steps.table, torch.tensor(rows), torch.from_numpy(lens), lens + 3, tree, HEADS)
-    plan = backend.plan_verify(inputs)
-    assert plan is not None
-    plan.prepare()
-    seen = [
-        (row, [*range(start), *(start + node for node in path)])
-        for row, start in zip(rows, starts, strict=True)
-        for path in paths
-    ]
-    steps.check(plan, seen)
+    steps = Steps(seed, LENGTHS, Sizes())
+    backend: AttentionBackend = kind(steps.pool, steps.rules)
+    steps.check(*steps.extended(backend, [3, 1, 6, 9]))
+    steps.check(*steps.decoded(backend))
+    steps.check(*steps.verified(backend, TREE, len(TREE)))
 
 
 def test_the_check_would_see_another_order_of_equal_scores() -> None:
-    steps = Steps(0)
-    backend = ReferenceAttentionBackend(steps.pool, RULES)
-    reads = [(row, list(range(length))) for row, length in enumerate(LENGTHS)]
+    steps = Steps(0, LENGTHS, Sizes())
+    backend = ReferenceAttentionBackend(steps.pool, steps.rules)
 
     def last_of_best(scores: torch.Tensor, num: int) -> torch.Tensor:
         return first_of_best(scores.flip(-1), num).flip(-1)
 
-    plan = backend.plan(steps.inputs(ForwardMode.DECODE, [1] * len(LENGTHS)))
+    plan, reads = steps.decoded(backend)
     with pytest.raises(AssertionError, match="not close"):
         for _ in range(5):
             steps.check(plan, reads, last_of_best)
@@ -221,11 +143,16 @@ def test_keys_in_fp8_select_nearly_the_same_tokens() -> None:
     assert 0.97 * 512 <= int(both.sum()) < 512
 
 
-def test_a_gpu_is_refused_in_a_line(shared: Path) -> None:
-    args = parse_args(["--model-path", str(shared), "--skip-tokenizer-init"])
-    with pytest.raises(ConfigError) as caught:
-        resolve(args, cuda_probe=lambda: True)
-    assert "GlmMoeDsaForCausalLM has" in str(caught.value) and "use --device cpu" in str(caught.value)
+def test_a_gpu_is_refused_what_it_cannot_do_in_a_line(shared: Path) -> None:
+    args = ["--model-path", str(shared), "--skip-tokenizer-init"]
+    assert resolve(parse_args(args), cuda_probe=lambda: True).device == "cuda"
+    for flags, message in (
+        (["--attention-backend", "fa3"], "does not compute the latent attention of GlmMoeDsaForCausalLM; use triton"),
+        (["--enable-deterministic-inference"], "depend on the batch; leave it out, or use --device cpu"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve(parse_args(args + flags), cuda_probe=lambda: True)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,14 @@ from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, VerifyInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    IndexQueries,
+    VerifyInputs,
+)
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 
@@ -25,6 +32,7 @@ _AUTO = "auto"
 _ANYWHERE = "torch"
 _READ_FP8 = ("triton", _ANYWHERE)  # these can read a KV cache in FP8
 _READ_LATENTS = ("triton", _ANYWHERE)  # and these one row that holds both keys and values
+_SELECT = ("triton", _ANYWHERE)  # and these attend to the tokens that an indexer selects
 # Tried in this order; flashinfer last, because it may have to be compiled first.
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
@@ -97,6 +105,20 @@ class _Plans(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         self._plans[self._index[layer_id]].forward_into(layer_id, q, k, v, scale, out)
+
+    def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
+        return self._plans[self._index[layer_id]].select(layer_id, index)
+
+    def forward_selected(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        tokens: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        return self._plans[self._index[layer_id]].forward_selected(layer_id, q, k, v, scale, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +270,8 @@ def _make_one(name: str, setting: AttentionSetting) -> AttentionBackend:
     rules = setting.rules.get(first, PLAIN)
     if name not in _READ_LATENTS and rules.shared:
         raise ValueError(f"--attention-backend {name} does not compute latent attention: use triton or torch")
+    if name not in _SELECT and rules.selects:
+        raise ValueError(f"--attention-backend {name} does not attend to selected tokens: use triton or torch")
     if name not in _READ_FP8 and pool.row(first, rules.rows[0]).dtype != pool.dtype:
         raise ValueError(
             f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"

@@ -6,16 +6,20 @@ there. A captured decode step therefore needs nothing from the host when request
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from fenceline.config.kv_layout import INDEX
 from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
     ForwardMode,
     GraphDecodeInputs,
+    IndexQueries,
     QueryTree,
     VerifyInputs,
 )
@@ -28,7 +32,9 @@ from fenceline.layers.kernels.triton.decode_attention import (
     query_tiles,
 )
 from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
+from fenceline.layers.kernels.triton.select_tokens import select_tokens
 from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order.guards import first_of_best
 
 # At most this many workers for each multiprocessor: as many as can run on it at once, so that all end at the same time.
 _MAX_WORKERS_PER_SM = 4
@@ -37,6 +43,7 @@ _FIXED_WORKSPACE_BYTES = 256 << 20  # there are fewer workers if their segments 
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 _LATENT_MIN_BLOCKS = 2  # a worker that has fewer blocks of latent rows spares less time than its piece takes to merge
 _LATENT_WORKERS_PER_SM = 2
+_MOST_LISTS = 1024  # of tokens that one launch attends to; each of its workers reads all lengths
 
 _ONE_TILE = (1, MIN_ROWS)
 # In a fixed order: a segment has at least this many tokens, and a request at most so many segments and tokens behind
@@ -82,6 +89,8 @@ class TritonAttentionBackend(AttentionBackend):
             self._max_segments = -(-(longest + _AHEAD) // self._segment)
         self._workspaces: dict[tuple[tuple[int, int], int], DecodeWorkspace] = {}  # by tiles and rows that are merged
         self.workspace = self._workspace(self._group)
+        selects = any(of_layer.selects for of_layer in rules.values())
+        self._lists = torch.arange(_MOST_LISTS if selects else 0, device=keys.device)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
@@ -91,13 +100,13 @@ class TritonAttentionBackend(AttentionBackend):
         requests = self.requests_of(inputs)
         if inputs.mode is ForwardMode.DECODE:
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
-            return self._plan_decode(requests)
+            return self._plan_decode(requests, int(inputs.seq_lens_cpu.max()))
         assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
         return _ExtendPlan(self, requests, inputs)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_graph``; every bucket can be captured."""
-        return self._plan_decode(self.requests_of(inputs))
+        return self._plan_decode(self.requests_of(inputs), inputs.max_seq_len)
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         num_queries, group = inputs.tree.num_queries, inputs.num_heads // self._keys.shape[1]
@@ -105,7 +114,8 @@ class TritonAttentionBackend(AttentionBackend):
         # In a fixed order each query of a tree is a request of its own.
         by_path = self._segment > 0 and inputs.tree.ancestors is not None
         workspace = self._workspace(group if by_path else num_queries * group)
-        return _DecodePlan(self, self.requests_of(inputs), workspace, config, inputs.tree)
+        longest = int(inputs.max_seq_lens_cpu.max())
+        return _DecodePlan(self, self.requests_of(inputs), longest, workspace, config, inputs.tree)
 
     def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs) -> PagedRequests:
         """The tensors of a batch that the kernels read."""
@@ -192,9 +202,27 @@ class TritonAttentionBackend(AttentionBackend):
             return ExtendConfig(64, 64, 4, 3)
         return ExtendConfig(128, 64, 8, 3)
 
-    def _plan_decode(self, requests: PagedRequests) -> AttentionPlan:
+    def attend_to(
+        self, slots: torch.Tensor, counts: torch.Tensor, layer_id: int, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention of T queries, of each to the first ``counts`` [T] int64 of its ``slots`` [T, most] int32, like
+        ``AttentionPlan.forward``. A list is the pages of one token of a request that has one query. Nothing is read
+        before the preceding kernel, which may have written the lists, has ended."""
+        rules, out = self.rules[layer_id], torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        keys, values = (self.kv_pool.row(layer_id, name) for name in rules.rows)
+        for first in range(0, len(q), _MOST_LISTS):
+            some = slice(first, min(first + _MOST_LISTS, len(q)))
+            num = some.stop - first
+            lists = PagedRequests(slots[some], self._lists[:num], counts[some], 1)
+            config = replace(self.decode_config(num), launch_pdl=False)
+            decode_attention(
+                q[some], keys, values, lists, scale, self.workspace, config, rules=rules, out=out[some]
+            )  # fmt: skip
+        return out
+
+    def _plan_decode(self, requests: PagedRequests, longest: int) -> AttentionPlan:
         config = self.decode_config(len(requests.rows))
-        return _DecodePlan(self, requests, self.workspace, config, QueryTree(1, 1))
+        return _DecodePlan(self, requests, longest, self.workspace, config, QueryTree(1, 1))
 
     def _workspace(self, num_rows: int) -> DecodeWorkspace:
         """The workspace for ``num_rows`` query rows of a request and KV head."""
@@ -219,22 +247,60 @@ class TritonAttentionBackend(AttentionBackend):
         return max(self.num_sms * workers_per_sm // self._keys.shape[1], 1)
 
 
-class _DecodePlan(AttentionPlan):
+class _Plan(AttentionPlan):
+    """A plan in which queries may attend to selected tokens, as lists of slots and their lengths; no list if the
+    queries see no more tokens than are to be selected."""
+
+    def __init__(self, backend: TritonAttentionBackend, longest: int) -> None:
+        """No request has more than ``longest`` tokens."""
+        self._backend, self._longest = backend, longest
+
+    @abstractmethod
+    def _queries(self) -> tuple[PagedRequests, QueryTree]:
+        """The queries as those of requests that have the same number of them."""
+
+    def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
+        assert index.best is first_of_best, "the kernel has no other order (guard tie_order)"
+        if self._longest <= index.top_k:
+            return ()
+        rows, num_sms = self._backend.kv_pool.row(layer_id, INDEX), self._backend.num_sms
+        return select_tokens(index, rows, *self._queries(), self._longest, num_sms)
+
+    def forward_selected(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        tokens: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        if not tokens:
+            return self.forward(layer_id, q, k, v, scale)
+        slots, counts = tokens
+        return self._backend.attend_to(slots, counts, layer_id, q, scale)
+
+
+class _DecodePlan(_Plan):
     """One query for each request, or the few queries of a verify step; eager or in a graph."""
 
     def __init__(
         self,
         backend: TritonAttentionBackend,
         requests: PagedRequests,
+        longest: int,
         workspace: DecodeWorkspace,
         config: DecodeConfig,
         tree: QueryTree,
     ) -> None:
-        self._backend = backend
+        super().__init__(backend, longest)
         self.requests = requests
         self.workspace = workspace
         self.config = config
         self.tree = tree
+
+    def _queries(self) -> tuple[PagedRequests, QueryTree]:
+        return self.requests, self.tree
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
@@ -242,14 +308,28 @@ class _DecodePlan(AttentionPlan):
         return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules)
 
 
-class _ExtendPlan(AttentionPlan):
+class _ExtendPlan(_Plan):
     """Any number of queries for each request, after a prefix that is in the pool."""
 
     def __init__(self, backend: TritonAttentionBackend, requests: PagedRequests, inputs: AttentionInputs) -> None:
-        self._backend = backend
+        super().__init__(backend, int(inputs.seq_lens_cpu.max()))
         self._requests = requests
         self._inputs = inputs
-        self._cut: tuple[ExtendConfig, ExtendGrid] | None = None  # computed by the first layer, used by all
+        # Computed by the first layer that needs them, used by all.
+        self._cut: tuple[ExtendConfig, ExtendGrid] | None = None
+        self._each: PagedRequests | None = None  # every query as a request of its own
+
+    def _queries(self) -> tuple[PagedRequests, QueryTree]:
+        if self._each is None:
+            requests, starts = self._requests, self._inputs.query_starts
+            assert starts is not None
+            num, device = int(self._inputs.query_lens_cpu.sum()), starts.device
+            of_query = torch.repeat_interleave(
+                torch.arange(len(requests.rows), device=device), starts.diff().long(), output_size=num
+            )
+            ends = torch.arange(1, num + 1, device=device) + (requests.seq_lens - starts[1:]).index_select(0, of_query)
+            self._each = replace(requests, rows=requests.rows.index_select(0, of_query), seq_lens=ends)
+        return self._each, QueryTree(1, 1)
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self._run(layer_id, q, scale, None)

@@ -200,6 +200,35 @@ merge_pieces = declared("merge_pieces", "partial stats seq_lens out", "seq_lens 
 
 
 @declare_kernel
+def score_keys(
+    op: KernelAccesses,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    cache_rows: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    keys: torch.Tensor,
+    page_size: int,
+    ancestors: torch.Tensor | None = None,
+) -> None:
+    """See ``select_tokens.score_keys``."""
+    op.read(queries)
+    op.read(weights)
+    op.read(ancestors)
+    op.read_tokens(cache_rows, page_table, rows, seq_lens, page_size)
+    op.write(keys)
+
+
+# See ``select_tokens.select_best``.
+select_best = declared(
+    "select_best",
+    "keys page_table rows seq_lens ancestors slots counts",
+    "keys page_table[rows] seq_lens ancestors -> slots counts",
+)
+
+
+@declare_kernel
 def extend_attention(
     op: KernelAccesses,
     q: torch.Tensor,

@@ -23,6 +23,9 @@ The rows of a worker's matrix products are the query heads that share its KV hea
 there are more than ``_MAX_ROWS`` rows, they are cut into tiles with workers of their own. These read the same keys and
 values, mostly from L2.
 
+Sparse attention reads the tokens of lists, each as a request with one query and pages of one token: see
+``TritonAttentionBackend.attend_to``.
+
 If one row holds a token's key and value (a latent), its value is the key's first features. They are read once for both
 products; the key's other features, its tail, are a product of their own.
 
@@ -147,9 +150,10 @@ def decode_attention(
     config: DecodeConfig,
     tree: QueryTree = _ONE_QUERY,
     rules: LayerRules = PLAIN,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T) v for each request's last tokens → contiguous [B * num_queries, H, D] in q's dtype.
-    ``rules``: see ``LayerRules``; sinks are contiguous.
+    """softmax(scale * q k^T) v for each request's last tokens → contiguous [B * num_queries, H, D] in q's dtype, in
+    ``out`` if given. ``rules``: see ``LayerRules``; sinks are contiguous.
 
     q [B * num_queries, H, D], one request after the other, its heads contiguous, tokens possibly strided; k_cache,
     v_cache [num_slots, Hkv, D], contiguous, in q's dtype or FP8; one tensor if ``rules.shared``. ``tree`` says
@@ -187,7 +191,9 @@ def decode_attention(
     window, sinks = rules.window or 0, rules.sinks
     assert tree.ancestors is None or not window or window >= tree.num_nodes, (window, tree.num_nodes)
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     dim_pad = padded_head_dim(value_dim)
     merged_rows = min(triton.next_power_of_2(num_queries * group), rows)
     if paths:
