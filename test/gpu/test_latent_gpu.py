@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case, bits_of, random_tree
 from model_parity import save_checkpoint
-from scheduler_driver import answers, make_model_driver, request
+from scheduler_driver import asked_twice
 
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
@@ -269,22 +269,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def asked(checkpoint: Path, flags: Flags, device: str = "cuda") -> list[list[int]]:
-    """Four prompts begin with the same 40 tokens, four with others; asked twice, the second time after prefix hits."""
-    driver = make_model_driver(model_path=str(checkpoint), device=device, **flags)
-    prompts = [[(3 * j + (i if j >= 40 or i >= 4 else 0)) % 101 for j in range(50 + i)] for i in range(8)]
-    params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-    rounds = [
-        answers(driver, [request(f"{number}, {i}", prompt, **params) for i, prompt in enumerate(prompts)])
-        for number in range(2)
-    ]
-    assert rounds[0] == rounds[1]
-    return rounds[0]
-
-
 def test_greedy_equals_the_cpu(checkpoint: Path) -> None:
     """In float32: whole prompts and chunks, pages of one token, graphs and none, and pages that were on the host."""
-    expected = asked(checkpoint, {}, "cpu")
+    expected = asked_twice(checkpoint, {}, "cpu")
     ways: tuple[Flags, ...] = (
         {},
         EAGER,
@@ -293,20 +280,20 @@ def test_greedy_equals_the_cpu(checkpoint: Path) -> None:
         {"debug_cuda_graph": True},
     )
     for flags in ways:
-        assert asked(checkpoint, flags) == expected, flags
+        assert asked_twice(checkpoint, flags) == expected, flags
 
 
 def test_drafts_change_no_token(checkpoint: Path) -> None:
-    expected = asked(checkpoint, {}, "cpu")
+    expected = asked_twice(checkpoint, {}, "cpu")
     for topk in (1, 2):
         flags: Flags = {
             "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(checkpoint),
             "speculative_eagle_topk": topk, "speculative_num_steps": 3,
         }  # fmt: skip
-        assert asked(checkpoint, flags) == expected, topk
+        assert asked_twice(checkpoint, flags) == expected, topk
 
 
 def test_fp8_latents_give_the_same_tokens_in_graphs_and_chunks(checkpoint: Path) -> None:
     flags: Flags = {"kv_cache_dtype": "fp8_e4m3"}
-    expected = asked(checkpoint, flags | EAGER)
-    assert asked(checkpoint, flags) == asked(checkpoint, flags | {"chunked_prefill_size": 16}) == expected
+    expected = asked_twice(checkpoint, flags | EAGER)
+    assert asked_twice(checkpoint, flags) == asked_twice(checkpoint, flags | {"chunked_prefill_size": 16}) == expected

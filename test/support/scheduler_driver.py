@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 from token_worker import VOCAB_SIZE, TokenTransfers, TokenWorker, next_token
@@ -236,3 +237,17 @@ def answers(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]
     driver.send(*reqs)
     driver.run()
     return [driver.answers[req.rid].output_ids for req in reqs]
+
+
+def asked_twice(checkpoint: Path, flags: Mapping[str, object], device: str = "cuda") -> list[list[int]]:
+    """A model's greedy answers to eight prompts, four of which begin with the same 40 tokens. It is asked twice, the
+    second time after prefix hits."""
+    driver = make_model_driver(model_path=str(checkpoint), device=device, **flags)  # type: ignore[arg-type]
+    prompts = [[(3 * j + (i if j >= 40 or i >= 4 else 0)) % 101 for j in range(50 + i)] for i in range(8)]
+    params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    rounds = [
+        answers(driver, [request(f"{number}, {i}", prompt, **params) for i, prompt in enumerate(prompts)])
+        for number in range(2)
+    ]
+    assert rounds[0] == rounds[1]
+    return rounds[0]

@@ -98,7 +98,7 @@ class Steps:
             keys = unpacked(self.pool.row(0, "index").index_select(0, slots)[:, 0])
             scores = ((given[i].float() @ keys.T).relu() * weights[i, :, None]).sum(0)
             chosen = first_of_best(scores[None], sizes.top_k)[0]
-            mine = rows[slots[chosen], 0].to(sizes.dtype).double()
+            mine = rows.index_select(0, slots[chosen])[:, 0].to(sizes.dtype).double()
             expected = torch.softmax(q[i].double() @ mine.T * SCALE, -1) @ mine[:, defined]
             torch.testing.assert_close(found[i][..., defined].double(), expected, atol=tolerance, rtol=tolerance)
 
