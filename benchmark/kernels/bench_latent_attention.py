@@ -1,33 +1,39 @@
 """Measures attention over latent rows on a GPU (512 + 64 features, bf16 or FP8), as decode, verify and prefill run it.
 
-    python benchmark/kernels/bench_latent_attention.py [--heads 16 20 128] [--kv bf16 fp8] [--sweep]
+    python benchmark/kernels/bench_latent_attention.py [--heads 16 20 128] [--kv bf16 fp8] [--sweep] [--sparse]
 
 Each line is one layer's attention in a captured graph of 8 layers with rows of their own: microseconds, the rate at
-which the rows are read once, in GB/s (1e9 bytes), and its share of --rate, or the TFLOP/s of a prefill. With --sweep
-decode is timed with other configurations too (block, warps, stages, workers on each multiprocessor, fewest blocks of a
-worker), best first. Not all compile: some need more shared memory than there is.
+which the rows are read once, in GB/s (1e9 bytes), and its share of --rate, or the TFLOP/s of a prefill. Lines of sparse
+attention (2,048 tokens, chosen by an indexer of 64 heads of 128 features) compare it with attention to all tokens; of
+its time, "attending" is what remains in a layer that shares another's selection. With --sweep decode is timed with
+other configurations too (block, warps, stages, workers on each multiprocessor, fewest blocks of a worker), best first.
+Not all compile: some need more shared memory than there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from fenceline.config.kv_layout import KVLayout, latent
+from fenceline.config.kv_layout import INDEX, KVLayout, index_keys, latent
 from fenceline.layers.attention import triton_backend
 from fenceline.layers.attention.backends import AttentionSetting, MeasuredBatch, measure_us
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
-from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, IndexQueries
+from fenceline.layers.kernels.index_rows import packed, rounded
 from fenceline.layers.kernels.triton.decode_attention import DecodeConfig
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device, open_device
+from fenceline.memory_order.guards import first_of_best
 
 RANK, ROPE, LAYERS, PAGE = 512, 64, 8, 64
 DECODE = ((1, 1024), (1, 8192), (1, 32_768), (8, 1024), (32, 576), (32, 1024), (64, 32_768), (256, 1152))
+SPARSE = ((1, 8192), (1, 32_768), (8, 32_768), (64, 4096), (64, 8192), (64, 16_384), (64, 32_768))
+TOP_K, INDEX_HEADS, INDEX_DIM = 2048, 64, 128
 EXTEND = (MeasuredBatch(4, 1024), MeasuredBatch(1, 8192), MeasuredBatch(1, 33_280, prefix_len=32_768))
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
@@ -41,14 +47,48 @@ class _Cut(TritonAttentionBackend):
         return self.config or super().decode_config(batch)
 
 
-def setting_of(device: Device, num_heads: int, dtype: str, batch: MeasuredBatch) -> AttentionSetting:
-    """A pool that is as large as the batch."""
+class _Selecting(TritonAttentionBackend):
+    """Each layer selects the tokens to which it attends; with ``shares`` the first one does so for all."""
+
+    shares = False
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        return _SelectingPlan(super().plan(inputs), int(inputs.query_lens_cpu.sum()), self)
+
+    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        plan = super().plan_graph(inputs)
+        assert plan is not None
+        return _SelectingPlan(plan, len(inputs.rows), self)
+
+
+class _SelectingPlan(AttentionPlan):
+    def __init__(self, plan: AttentionPlan, num: int, backend: _Selecting) -> None:
+        self._plan, self._backend, device = plan, backend, backend.kv_pool.device
+        queries = torch.randn(num, INDEX_HEADS, INDEX_DIM, device=device).bfloat16()
+        weights = torch.randn(num, INDEX_HEADS, device=device)
+        self._index = IndexQueries(queries, weights, TOP_K, first_of_best)
+        self._tokens: Sequence[torch.Tensor] = ()
+
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        if layer_id == 0 or not self._backend.shares:
+            self._tokens = self._plan.select(layer_id, self._index)
+        return self._plan.forward_selected(layer_id, q, k, v, scale, self._tokens)
+
+
+def setting_of(
+    device: Device, num_heads: int, dtype: str, batch: MeasuredBatch, selects: bool = False
+) -> AttentionSetting:
+    """A pool that is as large as the batch. ``selects``: layers have an indexer."""
     pages = batch.num_requests * -(-batch.num_tokens // PAGE) + 1
-    layout = KVLayout(PAGE, (latent(RANK + ROPE, dtype),) * LAYERS)
-    pool = KVPool(pages, layout, device.torch_device, torch.bfloat16)
+    rows = latent(RANK + ROPE, dtype) + (index_keys(INDEX_DIM, dtype) if selects else ())
+    pool = KVPool(pages, KVLayout(PAGE, (rows,) * LAYERS), device.torch_device, torch.bfloat16)
     for layer in range(LAYERS):  # bytes that are small numbers in both types
         pool.row(layer, "latent").view(torch.uint8).random_(0, 64)
-    rules = LayerRules(rows=("latent", "latent"), value_dim=RANK)
+        if selects:
+            keys = torch.randn(pages * PAGE, 1, INDEX_DIM, device=device.torch_device)
+            row = pool.row(layer, INDEX)
+            row.copy_(packed(*rounded(keys)) if row.dtype == torch.uint8 else keys)
+    rules = LayerRules(rows=("latent", "latent"), value_dim=RANK, selects=selects)
     return AttentionSetting(pool, device, num_heads, batch.num_tokens, rules=dict.fromkeys(range(LAYERS), rules))
 
 
@@ -77,6 +117,22 @@ def sweep(backend: _Cut, setting: AttentionSetting, batch: MeasuredBatch) -> Non
     print(f"      in use: {given}")
 
 
+def compare_sparse(device: Device, num_heads: int, kv: str) -> None:
+    """Time attention to selected tokens beside that to all of them, in decode and in a prefill's piece."""
+    pieces = [(ForwardMode.DECODE, MeasuredBatch(*sizes)) for sizes in SPARSE]
+    pieces += [(ForwardMode.EXTEND, batch) for batch in EXTEND[1:]]
+    for mode, batch in pieces:
+        setting = setting_of(device, num_heads, DTYPES[kv], batch, selects=True)
+        dense = measure_us(backend_of(setting), setting, mode, batch)
+        backend = _Selecting(setting.kv_pool, 0, setting.rules, num_heads)
+        sparse = measure_us(backend, setting, mode, batch)
+        backend.shares = True
+        shared = (measure_us(backend, setting, mode, batch) * LAYERS - sparse) / (LAYERS - 1)
+        what = "decode" if mode is ForwardMode.DECODE else f"prefill after {batch.prefix_len}"
+        case = f"{num_heads:4d} heads {kv} {what} {batch.num_requests:4d} x {batch.num_tokens:6d}"
+        print(f"{case} dense {dense:9.1f} us sparse {sparse:9.1f} us, attending {shared:9.1f} us", flush=True)
+
+
 def triton_errors() -> tuple[type[Exception], ...]:
     """What a configuration raises that does not fit the GPU."""
     from triton.compiler.errors import CompilationError
@@ -91,10 +147,14 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rate", type=float, default=4300.0, help="GB/s of the memory")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sparse", action="store_true", help="only sparse attention beside that to all tokens")
     args = parser.parse_args()
     device = open_device("cuda")
     assert triton_backend._LATENT_WORKERS_PER_SM >= 2, "the sweep has workspaces for two workers"
     for num_heads, kv in itertools.product(args.heads, args.kv):
+        if args.sparse:
+            compare_sparse(device, num_heads, kv)
+            continue
         for requests, tokens in DECODE:
             batch = MeasuredBatch(requests, tokens)
             setting = setting_of(device, num_heads, DTYPES[kv], batch)

@@ -188,6 +188,8 @@ def _score_kernel(
     heads, dims = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
     of_heads = queries + own * (HEADS * DIM) + heads[:, None] * DIM + dims[None, :]
     q = tl.load(of_heads, mask=(heads < HEADS)[:, None] & (dims < DIM)[None, :], other=0.0)
+    if SCALED:  # both are numbers of E4M3, which one instruction converts to float16 but several to bfloat16
+        q = q.to(tl.float16)
     weight = tl.load(weights + own * HEADS + heads, mask=heads < HEADS, other=0.0)
     table = page_table + tl.load(rows + query // NUM_QUERIES) * table_stride
     for block in tl.range(tl.program_id(1), (end + BLOCK - 1) // BLOCK, tl.num_programs(1)):
