@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fenceline.layers.kernels.triton import launcher
 from fenceline.layers.kernels.triton.rms_norm import _variant, rms_norm
+from fenceline.memory_order import triton_launcher as launcher
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -22,10 +22,11 @@ from triton.runtime import driver
 from fenceline.layers.cuda_layers import TRITON, _programmatic
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
-from fenceline.layers.kernels.triton import activation, launcher, rms_norm, rotate_store
+from fenceline.layers.kernels.triton import activation, rms_norm, rotate_store
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
+from fenceline.memory_order import triton_launcher as launcher
 
 IS_KNOWN = triton.__version__.startswith(launcher._KNOWN_VERSION)
 # With another version Triton launches, which needs no test of ours, and the recorder cannot stand for its driver.

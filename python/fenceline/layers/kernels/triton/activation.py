@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.base import ACTIVATIONS, GELU, GELU_TANH, RELU, SILU
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _GELU_TANH, _GELU, _RELU = (tl.constexpr(ACTIVATIONS.index(name)) for name in (GELU_TANH, GELU, RELU))
 _BLOCK = 1024

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 MAX_ROWS = 64
 _TILE = 16_384  # elements of a matrix that a program holds in registers

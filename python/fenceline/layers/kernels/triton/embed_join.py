@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _ELEMENTS_A_THREAD = 8  # one 16-byte load of bfloat16
 _MAX_WARPS = 16

@@ -25,7 +25,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from fenceline.config.quantization import INT4_GROUPS
 from fenceline.layers.kernels.base import CLAMPED_ALPHA, FP8_GROUP, Routing
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _COMBINE_BLOCK = 1024
 _FEW_PAIRS = 32  # up to this many pairs are multiplied one by one

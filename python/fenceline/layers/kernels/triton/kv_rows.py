@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _MAX_ELEMENTS = 4096  # that a program holds in registers at once
 _NUM_WARPS = 4

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _BLOCK = 4096
 _NUM_WARPS = 8

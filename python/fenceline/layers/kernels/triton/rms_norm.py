@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 # The fewest elements for one program: short rows share a program.
 _MIN_TILE = 1024

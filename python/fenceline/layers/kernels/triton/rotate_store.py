@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 # Up to this many tokens the kernel is limited by latency, so a program is one warp with few heads. With more tokens it
 # is limited by the number of bytes in flight.

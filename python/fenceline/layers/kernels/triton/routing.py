@@ -18,8 +18,8 @@ from triton.language.extra import cuda as tl_cuda
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.base import LayerKernels, Routing
-from fenceline.layers.kernels.triton.launcher import KernelVariant
 from fenceline.layers.kernels.triton.skinny_gemm import SplitWorkspace, fixed_linear
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 TOKENS_A_PROGRAM = 32
 _FEW_TOKENS = 16  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 # The size of a piece. The largest vocabularies need 149 programs per row, so even one request uses all of a large GPU.
 _BLOCK = 1024

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fenceline.layers.forward_batch import IndexQueries, QueryTree
 from fenceline.layers.kernels.triton.decode_attention import PagedRequests, token_slots
-from fenceline.layers.kernels.triton.launcher import KernelVariant
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 MOST_SCORES = 1 << 24  # that are kept at once, four bytes each
 _BLOCK = 128  # tokens that are scored at once

@@ -20,8 +20,8 @@ from fenceline.layers.kernels.speculative_operands import (
     Pieces,
     simulated_counts,
 )
-from fenceline.layers.kernels.triton.launcher import KernelVariant
 from fenceline.layers.kernels.triton.sample import _row_keys
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _TILE = 128  # elements of a program's tile: requests times the rows of each
 _FEATURES = 2048  # the maximum number of elements of a hidden state that a program copies

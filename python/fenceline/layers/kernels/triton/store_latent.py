@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.triton.launcher import KernelVariant
 from fenceline.layers.kernels.triton.rotate_store import rounded
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _TILE = 512  # features in each half of the rotated heads of a program
 _NUM_WARPS = 4
