@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fenceline.mem_cache import page_tags
+from fenceline.mem_cache.page_tag_operands import BegunTags, MovedPages, Visit
 from fenceline.mem_cache.page_tags import FIELDS, MAX_FINDINGS, When
 
 Tensor = torch.Tensor
@@ -51,15 +52,15 @@ def visits(when: When, device: str, page_size: int, num_wrong: int) -> None:
         slots[2 if bounds is None else bounds[1]] = (NUM_PAGES - 2) * page_size
     operands = [
         *(rows, starts + 1, starts if when is When.LAYER else ends, slots, bounds),
-        *(table, expected, tags, arrived, torch.tensor([77]).int(), findings),
+        *(table, expected, tags, arrived, torch.tensor([76, 78]).int(), findings),
     ]
     scalars = (1, page_size, int(when), layer)
     ours = [None if operand is None else operand.clone().to(device) for operand in operands]
     page_tags._visit_pages(*operands, *scalars)  # type: ignore[arg-type]
     from fenceline.mem_cache.page_tag_kernels import launch_visit
 
-    launch_visit(*ours, *scalars)  # type: ignore[arg-type]
-    for name, mine, theirs in zip(("tags", "arrived"), ours[7:9], operands[7:9], strict=True):
+    launch_visit(Visit(*ours, *scalars))  # type: ignore[arg-type]
+    for name, mine, theirs in zip(("tags", "arrived", "clock"), ours[7:10], operands[7:10], strict=True):
         assert mine is not None and theirs is not None and torch.equal(mine.cpu(), theirs), name
     assert ours[10] is not None and operands[10] is not None
     found, expected_findings = ours[10].cpu(), operands[10]
@@ -76,15 +77,18 @@ def slots_of(table: Tensor, start: Tensor, end: Tensor, page_size: int) -> Tenso
     return table[(positions // page_size).clamp(max=len(table) - 1)].long() * page_size + positions % page_size
 
 
-def retires(device: str) -> None:
-    tags = numbers(-50, 50, NUM_PAGES, 3)
-    pages, leases = torch.randperm(NUM_PAGES)[:300], 1 + torch.randperm(300)
-    ours = tags.to(device, copy=True)
-    page_tags._retire_tags(pages, leases, tags)
-    from fenceline.mem_cache.page_tag_kernels import launch_retire
+def begins(device: str, num_written: int, num_retired: int) -> None:
+    tags, expected = numbers(-50, 50, NUM_PAGES, 3), numbers(-50, 50, 7, 300)
+    places, leases = torch.randperm(expected.numel())[:num_written], 1 + torch.randperm(num_written)
+    retired = torch.stack([torch.randperm(NUM_PAGES)[:num_retired], 1 + torch.randperm(num_retired)])
+    operands = BegunTags(expected, tags, places // 300, places % 300, leases, retired)
+    ours = BegunTags(*[operand.to(device, copy=True) for operand in operands])
+    page_tags._begin_tags(*operands)
+    from fenceline.mem_cache.page_tag_kernels import launch_begin
 
-    launch_retire(pages.to(device), leases.to(device), ours)
-    assert torch.equal(ours.cpu(), tags) and bool((tags[pages, 0] <= 0).all())
+    launch_begin(ours)
+    assert torch.equal(ours.tags.cpu(), tags) and bool((tags[retired[0], 0] < 0).all())
+    assert torch.equal(ours.expected.cpu(), expected) and torch.equal(expected.view(-1)[places], leases.int())
 
 
 def transfers(device: str, by_bytes: bool) -> None:
@@ -106,31 +110,29 @@ def transfers(device: str, by_bytes: bool) -> None:
             [part.stride(0) for part in parts],
         ]
     )
-    tensors = [pages, host_pages, leases, host, tags, arrived]
-    ours = [tensor.to(device, copy=True) for tensor in tensors]
+    known, sums = torch.tensor([1, 1, 1, 1, 0, 1]), torch.zeros(6, dtype=torch.int64)
+    given = MovedPages(pages, host_pages, leases, known, sums, host, tags, arrived)
+    mine = MovedPages(*[tensor.to(device, copy=True) for tensor in given])
     on_device = [_copied(part, device) for part in parts]
     words[0] = torch.tensor([part.data_ptr() for part in on_device])
     from fenceline.mem_cache.page_tag_kernels import launch_arrive, launch_seal
 
-    page_tags._seal_pages(*tensors[:5], arrived[-1], *parts)
-    launch_seal(*ours[:5], ours[5][-1], words.to(device), by_bytes)
-    assert torch.equal(ours[3].cpu(), host)
+    page_tags._seal_pages(*given, *parts)
+    launch_seal(mine, words.to(device), by_bytes)
+    assert torch.equal(mine.host.cpu(), host)
     assert int(host[host_pages[0], 1]) == page_tags.NO_POSITION and (host[host_pages[1:], 1] > 0).all()
-    for part, mine in zip(parts, on_device, strict=True):
+    for part, copy in zip(parts, on_device, strict=True):
         part[others] = part[pages]
         part[others[2], -1] ^= 1  # the last word of each part, and the first of another page
         part[others[3], 0] ^= 1 << (dtype.itemsize * 8 - 2)
-        mine.copy_(part)
-    known, sums = torch.tensor([1, 1, 1, 1, 0, 1]), torch.zeros(6, dtype=torch.int64)
-    new = 100 + torch.arange(6)
-    given = [others, host_pages, new, known, sums, host, tags, arrived]
-    mine_too = [others, host_pages, new, known, sums, *ours[3:]]
-    mine_too = [tensor.to(device, copy=True) for tensor in mine_too]
+        copy.copy_(part)
+    given = given._replace(pages=others, leases=100 + torch.arange(6))
+    mine = mine._replace(pages=others.to(device), leases=given.leases.to(device))
     for layer, first, last in ((0, 0, 2), (1, 2, 3), (2, 3, 5)):
-        page_tags._arrive_pages(*given, -9, layer, int(words[2, first]), *parts[first:last])  # type: ignore[arg-type]
-        launch_arrive(*mine_too, -9, layer, words[:, first:last].contiguous().to(device), by_bytes)  # type: ignore[arg-type]
-        for place in (4, 6, 7):
-            assert torch.equal(mine_too[place].cpu(), given[place]), (layer, place)
+        page_tags._arrive_pages(*given, -9, layer, int(words[2, first]), *parts[first:last])
+        launch_arrive(mine, words[:, first:last].contiguous().to(device), -9, layer, by_bytes)
+        for name in ("sums", "tags", "arrived"):
+            assert torch.equal(getattr(mine, name).cpu(), getattr(given, name)), (layer, name)
     spoiled = arrived[-1, others] == page_tags.SPOILED
     assert spoiled.tolist() == [True, False, True, True, False, False]
     assert int(tags[others[4], 1]) == page_tags.ANY_POSITION and (tags[others, 2] == -9).all()
@@ -145,7 +147,10 @@ def _copied(part: Tensor, device: str) -> Tensor:
 
 def cases(device: str) -> dict[str, tuple[object, ...]]:
     """The checks by name: a function and its arguments."""
-    found: dict[str, tuple[object, ...]] = {"retires": (retires, device)}
+    found: dict[str, tuple[object, ...]] = {
+        f"begins {num_written} {num_retired}": (begins, device, num_written, num_retired)
+        for num_written, num_retired in ((300, 0), (0, 300), (129, 5))
+    }
     for when in When:
         for page_size in (1, 16):
             for num_wrong in (0, 4, 10):

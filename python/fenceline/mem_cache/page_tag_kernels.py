@@ -2,93 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from fenceline.mem_cache.page_tag_operands import BegunTags, MovedPages, Visit
+from fenceline.memory_order.triton_launcher import KernelVariant
+
 _BLOCK = 128  # pages that a program compares at once
 _PARTS = 8  # programs of a row
 _WORDS = 1024  # of a page that a program adds up at once
-Tensor = torch.Tensor
 
 
-def launch_visit(
-    rows: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    slots: Tensor,
-    query_starts: Tensor | None,
-    page_table: Tensor,
-    expected: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    clock: Tensor,
-    findings: Tensor,
-    back: int,
-    page_size: int,
-    when: int,
-    layer: int,
-) -> None:
+def launch_begin(operands: BegunTags) -> None:
+    """See ``page_tags.begin_tags``."""
+    num_written, num_retired = operands.rows.shape[0], operands.retired.shape[1]
+    grid = (-(-max(num_written, num_retired) // _BLOCK),)
+    _begin_variant().launch(grid, operands, (num_written, num_retired, operands.expected.shape[1]))
+
+
+def launch_visit(operands: Visit) -> None:
     """See ``PageTags.visit``."""
-    size = rows.shape[0]
+    size = operands.rows.shape[0]
     if size == 0:
         return
-    assert all(t.is_contiguous() for t in (rows, starts, ends, slots, page_table, expected, tags, arrived, findings))
-    kernel: Any = _visit_kernel
-    kernel[(size, _PARTS)](
-        rows, starts, ends, slots, query_starts, page_table, expected, tags, arrived, clock, findings,
-        back, page_size, when, layer, slots.shape[0] // size, page_table.shape[1], tags.shape[0], findings.shape[0] - 1,
-        NUM_LAYERS=arrived.shape[0], FIELDS=findings.shape[1], BLOCK=_BLOCK, PARTS=_PARTS, num_warps=4,
-    )  # fmt: skip
+    tensors = operands[:11]
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    num_pages, (num_findings, fields) = operands.tags.shape[0], operands.findings.shape
+    sizes = (operands.slots.shape[0] // size, operands.page_table.shape[1], num_pages, num_findings - 1)
+    _visit_variant(operands.arrived.shape[0], fields).launch((size, _PARTS), tensors, (*operands[11:], *sizes))
 
 
-def launch_retire(pages: Tensor, leases: Tensor, tags: Tensor) -> None:
-    """Note that the ``leases`` [N] of ``pages`` [N], both int64, have ended."""
-    kernel: Any = _retire_kernel
-    kernel[(-(-pages.shape[0] // _BLOCK),)](pages, leases, tags, pages.shape[0], BLOCK=_BLOCK, num_warps=4)
-
-
-def launch_seal(
-    pages: Tensor,
-    host_pages: Tensor,
-    leases: Tensor,
-    host: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    words: Tensor,
-    by_bytes: bool,
-) -> None:
+def launch_seal(moved: MovedPages, words: torch.Tensor, by_bytes: bool) -> None:
     """See ``page_tags.seal_pages``. ``words`` [4, P] int64: of each part its address, its words of a page, of a byte or
     four, those before it, and the words from one page to the next."""
-    kernel: Any = _seal_kernel
-    kernel[(pages.shape[0],)](
-        pages, host_pages, leases, host, tags, arrived, words, words.shape[1],
-        BY_BYTES=by_bytes, BLOCK=_WORDS, num_warps=4,
-    )  # fmt: skip
+    last = moved.arrived.numel() - moved.arrived.shape[1]
+    _moved_variant(False, by_bytes).launch((moved.pages.shape[0],), (*moved, words), (words.shape[1], last))
 
 
-def launch_arrive(
-    pages: Tensor,
-    host_pages: Tensor,
-    leases: Tensor,
-    known: Tensor,
-    sums: Tensor,
-    host: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    writer: int,
-    layer: int,
-    words: Tensor,
-    by_bytes: bool,
-) -> None:
+def launch_arrive(moved: MovedPages, words: torch.Tensor, writer: int, layer: int, by_bytes: bool) -> None:
     """See ``page_tags.arrive_pages``; ``words`` as for :func:`launch_seal`."""
-    kernel: Any = _arrive_kernel
-    kernel[(pages.shape[0],)](
-        pages, host_pages, leases, known, sums, host, tags, arrived[layer], words, words.shape[1], writer,
-        IS_LAST=layer == len(arrived) - 1, BY_BYTES=by_bytes, BLOCK=_WORDS, num_warps=4,
-    )  # fmt: skip
+    num_layers, num_pages = moved.arrived.shape
+    numbers = (words.shape[1], layer * num_pages, writer, int(layer == num_layers - 1))
+    _moved_variant(True, by_bytes).launch((moved.pages.shape[0],), (*moved, words), numbers)
+
+
+@cache
+def _begin_variant() -> KernelVariant:
+    return KernelVariant(_begin_kernel, {"BLOCK": _BLOCK}, num_warps=4)
+
+
+@cache
+def _visit_variant(num_layers: int, fields: int) -> KernelVariant:
+    constants = {"NUM_LAYERS": num_layers, "FIELDS": fields, "BLOCK": _BLOCK, "PARTS": _PARTS}
+    return KernelVariant(_visit_kernel, constants, num_warps=4)
+
+
+@cache
+def _moved_variant(arrives: bool, by_bytes: bool) -> KernelVariant:
+    kernel = _arrive_kernel if arrives else _seal_kernel
+    return KernelVariant(kernel, {"BY_BYTES": by_bytes, "BLOCK": _WORDS}, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["num_written", "num_retired", "max_pages"])
+def _begin_kernel(
+    expected, tags, rows, columns, leases, retired, num_written, num_retired, max_pages, BLOCK: tl.constexpr
+):  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    written, ended = index < num_written, index < num_retired
+    place = tl.load(rows + index, mask=written, other=0) * max_pages + tl.load(columns + index, mask=written, other=0)
+    tl.store(expected + place, tl.load(leases + index, mask=written, other=0).to(tl.int32), mask=written)
+    page = tl.load(retired + index, mask=ended, other=0)
+    tl.store(tags + page * 3, -tl.load(retired + num_retired + index, mask=ended, other=0).to(tl.int32), mask=ended)
 
 
 _NUMBERS = ["back", "page_size", "when", "layer", "num_each", "max_pages", "num_pages", "max_findings"]
@@ -101,12 +88,15 @@ def _visit_kernel(
     NUM_LAYERS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     req, part = tl.program_id(0), tl.program_id(1)
+    # A step counts itself: before its forward into the second number, and into the first when all have been compared.
+    step = tl.load(clock + (when == 3).to(tl.int32)) + (when != 3).to(tl.int32)
+    if (req == 0) & (part == 0) & (when != 2):
+        tl.store(clock + (when == 1).to(tl.int32), step)
     row = tl.load(rows + req)
     if row == 0:
         return
     start = tl.load(starts + req) - back
     num = tl.minimum((tl.load(ends + req) + page_size - 1) // page_size, max_pages).to(tl.int32)
-    step = tl.load(clock)
     first_slot = req.to(tl.int64) * num_each
     if query_starts is not None:
         first_slot = tl.load(query_starts + req).to(tl.int64)
@@ -156,7 +146,7 @@ def _visit_kernel(
             tl.store(out + 8, of_layer, mask=kept)
             tl.store(out + 9, writer, mask=kept)
             tl.store(out + 10, none + layer, mask=kept)
-        if when == 1:
+        if (when == 1) & ((first + BLOCK) * page_size > start):
             written = new & (target > 0) & (target < num_pages)
             tag = tags + target.to(tl.int64) * 3
             of_page = arrived + target
@@ -166,14 +156,6 @@ def _visit_kernel(
             for _ in range(NUM_LAYERS):
                 tl.store(of_page, want, mask=written)
                 of_page += num_pages
-
-
-@triton.jit(do_not_specialize=["num"])
-def _retire_kernel(pages, leases, tags, num, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num
-    page = tl.load(pages + index, mask=inside, other=0)
-    tl.store(tags + page * 3, -tl.load(leases + index, mask=inside, other=0).to(tl.int32), mask=inside)
 
 
 @triton.jit
@@ -196,39 +178,41 @@ def _added_up(words, num_parts, page, BY_BYTES: tl.constexpr, BLOCK: tl.constexp
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts", "last"])
 def _seal_kernel(
-    pages, host_pages, leases, host, tags, arrived, words, num_parts, BY_BYTES: tl.constexpr, BLOCK: tl.constexpr
+    pages, host_pages, leases, known, sums, host, tags, arrived, words, num_parts, last,
+    BY_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     page = tl.load(pages + index)
     lease = tl.load(leases + index)
-    right = (tl.load(tags + page * 3) == lease) & (tl.load(arrived + page) == lease)
+    right = (tl.load(tags + page * 3) == lease) & (tl.load(arrived + last + page) == lease)
     position = tl.load(tags + page * 3 + 1).to(tl.int64)
     beside = host + tl.load(host_pages + index) * 2
     tl.store(beside, _added_up(words, num_parts, page, BY_BYTES, BLOCK))
     tl.store(beside + 1, tl.where(right, position, -2))
 
 
-@triton.jit(do_not_specialize=["num_parts", "writer"])
+@triton.jit(do_not_specialize=["num_parts", "before", "writer", "is_last"])
 def _arrive_kernel(
-    pages, host_pages, leases, known, sums, host, tags, arrived, words, num_parts, writer,
-    IS_LAST: tl.constexpr, BY_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    pages, host_pages, leases, known, sums, host, tags, arrived, words, num_parts, before, writer, is_last,
+    BY_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     page = tl.load(pages + index)
     lease = tl.load(leases + index).to(tl.int32)
     total = tl.load(sums + index) + _added_up(words, num_parts, page, BY_BYTES, BLOCK)
     tl.store(sums + index, total)
-    if IS_LAST:
+    of_layer = arrived + before + page
+    if is_last != 0:
         beside = host + tl.load(host_pages + index) * 2
         is_known = tl.load(known + index) != 0
         position = tl.load(beside + 1)
         wrong = is_known & ((tl.load(beside) != total) | (position == -2))
-        tl.store(arrived + page, tl.where(wrong, -1, lease))
+        tl.store(of_layer, tl.where(wrong, -1, lease))
         tag = tags + page * 3
         tl.store(tag, lease)
         tl.store(tag + 1, tl.where(is_known, position, -1).to(tl.int32))
         tl.store(tag + 2, lease * 0 + writer)
     else:
-        tl.store(arrived + page, lease)
+        tl.store(of_layer, lease)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ import torch
 
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
+from fenceline.mem_cache.page_tag_operands import BegunTags, MovedPages, Visit
 from fenceline.memory_order import Device, LeasePool, OrderError, Point, Points, Stream
 from fenceline.memory_order.access import Memory, writes
 from fenceline.memory_order.checker import fitting_edges
@@ -101,7 +102,9 @@ class PageTags:
         # The lease of which each layer of a page has rows.
         self.arrived = torch.zeros((self.num_layers, kv_pool.num_pages), dtype=torch.int32, device=where)
         self.expected = torch.zeros_like(req_pool.page_table)  # the lease of each entry of the page table
-        self.clock = torch.zeros(1, dtype=torch.int32, device=where)  # the number of the step
+        # The number of the latest step, and of the one that has begun. The device counts by itself.
+        self.clock = torch.zeros(2, dtype=torch.int32, device=where)
+        self._none = torch.zeros((2, 0), dtype=torch.int64, device=where)
         device.name_rows(self.tags, "page_tags")
         device.name_memory(self.arrived, "page_tags.arrived", 4)
         # Their number, in the first row, and the first of them, see PageFinding.
@@ -118,11 +121,10 @@ class PageTags:
 
     def begin_serving(self) -> None:
         """Forget what the warm-up has found: its steps read pages that nobody has written."""
-        if self.tags.is_cuda:
-            from fenceline.mem_cache.page_tag_kernels import launch_retire
-
-            sink = torch.zeros(1, dtype=torch.int64, device=self.tags.device)
-            launch_retire(sink, sink, self.tags)  # compiles it
+        if self.tags.is_cuda:  # compiles it
+            sink = torch.zeros((2, 1), dtype=torch.int64, device=self.tags.device)
+            begun = dict.fromkeys(("page_rows", "page_columns", "page_leases"), sink[0])
+            self.begin_step({**begun, "retired_pages": sink})
         self.clock.zero_()
         self.findings.zero_()
 
@@ -132,7 +134,7 @@ class PageTags:
         """What a step uploads beside its page-table writes of ``pages``."""
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         if len(pages):
-            arrays["page_leases"] = self.leases_of(pages)
+            arrays["page_leases"] = self.leases_of(pages).astype(np.int64)
         if self._retired:
             retired = self._take_retired()
             if retired.size:
@@ -141,23 +143,24 @@ class PageTags:
 
     def begin_step(self, views: Mapping[str, Tensor]) -> None:
         """Begin the next step, whose page-table writes and :meth:`arrays` are in ``views``."""
-        self.clock.add_(1)
-        if "page_leases" in views:
-            self.expected.index_put_((views["page_rows"], views["page_columns"]), views["page_leases"])
-        if "retired_pages" in views:
-            operands = (*views["retired_pages"].unbind(), self.tags)
+        retired = views.get("retired_pages", self._none)
+        if retired.shape[1] or "page_leases" in views:
+            names, none = ("page_rows", "page_columns", "page_leases"), self._none[0]
+            rows, columns, leases = (views.get(name, none) for name in names)
+            operands = BegunTags(self.expected, self.tags, rows, columns, leases, retired)
             if self.tags.is_cuda:
-                from fenceline.mem_cache.page_tag_kernels import launch_retire
+                from fenceline.mem_cache.page_tag_kernels import launch_begin
 
-                launch_retire(*operands)
+                launch_begin(operands)
             else:
-                retire_tags.launch(_retire_tags, *operands)
+                begin_tags.launch(_begin_tags, *operands)
+        if retired.shape[1]:
             self.retired_until = Points.of(self._device.forward.record())
 
     def visit(self, visited: Visited, when: When, layer: int | None = None) -> None:
         """Compare the tags of the pages of ``visited``, or with ``When.LAYER`` that ``layer`` has arrived."""
         layer = self.num_layers - 1 if layer is None else layer
-        operands = (
+        operands = Visit(
             visited.rows, visited.starts, visited.starts if when is When.LAYER else visited.ends, visited.slots,
             visited.query_starts, self._page_table, self.expected, self.tags, self.arrived, self.clock, self.findings,
             visited.back, self.page_size, int(when), layer,
@@ -165,7 +168,7 @@ class PageTags:
         if self.tags.is_cuda:
             from fenceline.mem_cache.page_tag_kernels import launch_visit
 
-            launch_visit(*operands)
+            launch_visit(operands)
         else:
             visit_pages.launch(_visit_pages, *operands)
 
@@ -254,41 +257,45 @@ class TransferTags:
 
     def begin(self, stream: Stream, device_pages: I32, host_pages: I32, is_load: bool) -> TransferPages:
         """Bring the page lists of a transfer to the device, on ``stream``."""
-        leases, known = self._tags.leases_of(device_pages), self._known[host_pages]
-        lists = np.stack([device_pages, host_pages, leases, known, np.zeros_like(leases)])
+        num = len(device_pages)
+        lists = np.zeros((5, num + num % 2), np.int64)  # each begins where a kernel reads without delay
+        lists[:4, :num] = device_pages, host_pages, self._tags.leases_of(device_pages), self._known[host_pages]
         if not is_load:
             self._known[host_pages] = True
         nbytes = lists.size * 8
         slot = self._take(nbytes)
         self._device.declare(StreamName.HOST, "page lists of a transfer", writes, slot.host_memory)
-        slot.host[:nbytes].numpy().view(np.int64)[:] = lists.reshape(-1)
+        slot.host[:nbytes].numpy().view(np.int64)[:] = lists.ravel()
         stream.copy(slot.device[:nbytes], slot.host[:nbytes])
-        pages, hosts, of_pages, is_known, sums = slot.device[:nbytes].view(torch.int64).view(lists.shape).unbind()
+        pages, hosts, of_pages, is_known, sums = slot.device[:nbytes].view(torch.int64).view(lists.shape)[:, :num]
         return TransferPages(pages, hosts, of_pages, is_known, sums, slot)
 
     def stored(self, stream: Stream, moved: TransferPages) -> None:
         """The pages have been copied to the host: leave checksum and position beside the host pages."""
-        operands = (*moved[:3], self._host, self._tags.tags, self._tags.arrived[-1])
+        operands = self._operands(moved)
         with stream.active():
             if self._host.is_cuda:
                 from fenceline.mem_cache.page_tag_kernels import launch_seal
 
-                launch_seal(*operands, self._words[range(len(self._parts))], self._by_bytes)
+                launch_seal(operands, self._words[range(len(self._parts))], self._by_bytes)
             else:
                 seal_pages.launch(_seal_pages, *operands, *self._parts)
 
     def loaded(self, stream: Stream, moved: TransferPages, number: int, layer: int) -> None:
         """Load ``number`` has copied ``layer`` of the pages; after the last one, compare the checksums."""
         parts = self._layout.parts_of(range(layer, layer + 1))
-        operands = (*moved[:5], self._host, self._tags.tags, self._tags.arrived, -number, layer)
+        operands = self._operands(moved)
         with stream.active():
             if self._host.is_cuda:
                 from fenceline.mem_cache.page_tag_kernels import launch_arrive
 
-                launch_arrive(*operands, self._words[parts], self._by_bytes)
+                launch_arrive(operands, self._words[parts], -number, layer, self._by_bytes)
             else:
-                first, of_layer = self._firsts[parts.start], self._parts[parts.start : parts.stop]
-                arrive_pages.launch(_arrive_pages, *operands, first, *of_layer)
+                numbers = (-number, layer, self._firsts[parts.start])
+                arrive_pages.launch(_arrive_pages, *operands, *numbers, *self._parts[parts.start : parts.stop])
+
+    def _operands(self, moved: TransferPages) -> MovedPages:
+        return MovedPages(*moved[:5], self._host, self._tags.tags, self._tags.arrived)
 
     def end(self, moved: TransferPages, end: Point) -> None:
         """The transfer ends with ``end``."""
@@ -426,39 +433,40 @@ class PageFinding:
 
 
 @declare_kernel
-def visit_pages(
-    op: KernelAccesses,
-    rows: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    slots: Tensor,
-    query_starts: Tensor | None,
-    page_table: Tensor,
-    expected: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    clock: Tensor,
-    findings: Tensor,
-    back: int,
-    page_size: int,
-    when: int,
-    layer: int,
-) -> None:
-    """Compare the tags of the pages of ``rows``, see ``Visited``, and before a forward tag those that it writes."""
-    for operand in (starts, ends, clock, findings):
+def begin_tags(op: KernelAccesses, *operands: Any) -> None:
+    """Note the leases of entries of the page table, and the ends of leases."""
+    it = BegunTags(*operands)
+    for operand in (it.columns, it.leases, it.retired):
         op.read(operand)
-    if when == When.BEFORE:
-        op.read(slots)
-        op.read(query_starts)
-    op.read(page_table, rows)
-    op.read(expected, rows)
-    op.read_rows(arrived[layer], _pages_named, rows, ends, page_table, page_size)
-    if when != When.LAYER:
-        op.read_rows(tags, _pages_named, rows, ends, page_table, page_size)
-    op.write(findings)
-    if when == When.BEFORE:
-        for each in (tags, *arrived):
-            op.write_rows(each, _pages_written, rows, slots, query_starts, page_size)
+    op.write(it.expected, it.rows)
+    op.write(it.tags, it.retired[0])
+
+
+def _begin_tags(*operands: Any) -> None:
+    expected, tags, rows, columns, leases, retired = BegunTags(*operands)
+    expected[rows, columns] = leases.int()
+    tags[retired[0], LEASE] = -retired[1].int()
+
+
+@declare_kernel
+def visit_pages(op: KernelAccesses, *operands: Any) -> None:
+    """Compare the tags of the pages of ``rows``, see ``Visited``, and before a forward tag those that it writes."""
+    it = Visit(*operands)
+    for operand in (it.starts, it.ends, it.clock, it.findings):
+        op.read(operand)
+    if it.when == When.BEFORE:
+        op.read(it.slots)
+        op.read(it.query_starts)
+    op.read(it.page_table, it.rows)
+    op.read(it.expected, it.rows)
+    op.read_rows(it.arrived[it.layer], _pages_named, it.rows, it.ends, it.page_table, it.page_size)
+    if it.when != When.LAYER:
+        op.read_rows(it.tags, _pages_named, it.rows, it.ends, it.page_table, it.page_size)
+        op.write(it.clock)
+    op.write(it.findings)
+    if it.when == When.BEFORE:
+        for each in (it.tags, *it.arrived):
+            op.write_rows(each, _pages_written, it.rows, it.slots, it.query_starts, it.page_size)
 
 
 def _pages_named(rows: Tensor, ends: Tensor, page_table: Tensor, page_size: int) -> I64:
@@ -475,23 +483,13 @@ def _pages_written(rows: Tensor, slots: Tensor, query_starts: Tensor | None, pag
     return named
 
 
-def _visit_pages(
-    rows: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    slots: Tensor,
-    query_starts: Tensor | None,
-    page_table: Tensor,
-    expected: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    clock: Tensor,
-    findings: Tensor,
-    back: int,
-    page_size: int,
-    when: int,
-    layer: int,
-) -> None:
+def _visit_pages(*operands: Any) -> None:
+    visit = Visit(*operands)
+    rows, starts, ends, slots, query_starts, page_table, expected, tags, arrived, clock, findings = visit[:11]
+    back, page_size, when, layer = visit[11:]
+    step = clock[1] if when == When.AFTER else clock[0] + 1
+    if when != When.LAYER:
+        clock[int(when == When.BEFORE)] = step
     starts, num = starts - back, -(-ends // page_size)
     most = min(int(num.max()), page_table.shape[1])
     columns = torch.arange(most)
@@ -523,96 +521,53 @@ def _visit_pages(
             number = int(findings[0, 0])
             if number <= MAX_FINDINGS:
                 lease, at, writer = tag[req, column].tolist()
-                fields = [when, int(clock), int(rows[req]), column, int(pages[req, column]), int(want[req, column])]
+                fields = [when, int(step), int(rows[req]), column, int(pages[req, column]), int(want[req, column])]
                 fields += [lease, at, int(of_layer[req, column]), writer, layer]
                 findings[number] = torch.tensor(fields, dtype=torch.int32)
     if when == When.BEFORE:
-        tag = torch.stack([want, columns.int().expand_as(want), clock.expand_as(want)], dim=2)
+        tag = torch.stack([want, columns.int().expand_as(want), step.expand_as(want)], dim=2)
         tags[targets[written]] = tag[written]
         arrived[:, targets[written]] = want[written]
 
 
 @declare_kernel
-def retire_tags(op: KernelAccesses, pages: Tensor, leases: Tensor, tags: Tensor) -> None:
-    """Note that the ``leases`` [N] of ``pages`` [N] have ended."""
-    op.read(leases)
-    op.write(tags, pages)
+def seal_pages(op: KernelAccesses, *operands: Any) -> None:
+    """Leave checksum and position of pages that have been backed up. After ``MovedPages``: all their parts."""
+    it, parts = MovedPages(*operands[:8]), operands[8:]
+    for memory in (*parts, it.tags, it.arrived[-1]):
+        op.read(memory, it.pages)
+    op.read(it.leases)
+    op.write(it.host, it.host_pages)
 
 
-def _retire_tags(pages: Tensor, leases: Tensor, tags: Tensor) -> None:
-    tags[pages, LEASE] = -leases.int()
-
-
-@declare_kernel
-def seal_pages(
-    op: KernelAccesses,
-    pages: Tensor,
-    host_pages: Tensor,
-    leases: Tensor,
-    host: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    *parts: Tensor,
-) -> None:
-    """Leave checksum and position of pages that have been backed up. ``arrived`` [num_pages]: of the last layer."""
-    for memory in (*parts, tags, arrived):
-        op.read(memory, pages)
-    op.read(leases)
-    op.write(host, host_pages)
-
-
-def _seal_pages(
-    pages: Tensor, host_pages: Tensor, leases: Tensor, host: Tensor, tags: Tensor, arrived: Tensor, *parts: Tensor
-) -> None:
-    right = (tags[pages, LEASE] == leases) & (arrived[pages] == leases)
+def _seal_pages(*operands: Any) -> None:
+    pages, host_pages, leases, _, _, host, tags, arrived = MovedPages(*operands[:8])
+    right = (tags[pages, LEASE] == leases) & (arrived[-1, pages] == leases)
     position = torch.where(right, tags[pages, POSITION], NO_POSITION)
-    host[host_pages] = torch.stack([_added_up(pages, 0, parts), position], dim=1)
+    host[host_pages] = torch.stack([_added_up(pages, 0, operands[8:]), position], dim=1)
 
 
 @declare_kernel
-def arrive_pages(
-    op: KernelAccesses,
-    pages: Tensor,
-    host_pages: Tensor,
-    leases: Tensor,
-    known: Tensor,
-    sums: Tensor,
-    host: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    writer: int,
-    layer: int,
-    first: int,
-    *parts: Tensor,
-) -> None:
-    """Note that a load has brought ``layer`` of pages, and add up its ``parts``, which have ``first`` words before
-    them. With the last layer the pages get their tags, and sums that are not those of the backup are noted."""
+def arrive_pages(op: KernelAccesses, *operands: Any) -> None:
+    """Note that a load has brought a layer of pages, and add up its parts. With the last layer the pages get their
+    tags, and sums that are not those of the backup are noted. After ``MovedPages``: the writer, the layer, how many
+    words come before its parts, and the parts."""
+    it, (_, layer, _, *parts) = MovedPages(*operands[:8]), operands[8:]
     for part in parts:
-        op.read(part, pages)
-    op.read(leases)
-    op.read(sums)
-    op.write(sums)
-    op.write(arrived[layer], pages)
-    if layer == len(arrived) - 1:
-        op.read(known)
-        op.read(host, host_pages)
-        op.write(tags, pages)
+        op.read(part, it.pages)
+    op.read(it.leases)
+    op.read(it.sums)
+    op.write(it.sums)
+    op.write(it.arrived[layer], it.pages)
+    if layer == len(it.arrived) - 1:
+        op.read(it.known)
+        op.read(it.host, it.host_pages)
+        op.write(it.tags, it.pages)
 
 
-def _arrive_pages(
-    pages: Tensor,
-    host_pages: Tensor,
-    leases: Tensor,
-    known: Tensor,
-    sums: Tensor,
-    host: Tensor,
-    tags: Tensor,
-    arrived: Tensor,
-    writer: int,
-    layer: int,
-    first: int,
-    *parts: Tensor,
-) -> None:
+def _arrive_pages(*operands: Any) -> None:
+    pages, host_pages, leases, known, sums, host, tags, arrived = MovedPages(*operands[:8])
+    writer, layer, first, *parts = operands[8:]
     sums += _added_up(pages, first, parts)
     if layer < len(arrived) - 1:
         arrived[layer, pages] = leases.int()

@@ -407,13 +407,14 @@ class DecodeRunner(GraphRunner):
         """Run the step without its graph, undo its effects, replay the graph, and compare every field."""
         arena, size = self.arena, captured.size
         fields = [name for name in arena.fields if not name.startswith("plan_")]
-        last_tokens = self._req_pool.last_tokens
-        before = last_tokens.clone(), arena["num_steps"].clone()
+        counted = [] if self._page_tags is None else [self._page_tags.clock]
+        changed = [self._req_pool.last_tokens, arena["num_steps"], *counted]
+        before = [tensor.clone() for tensor in changed]
         self._run(size, captured.plan)
         eager = {name: arena[name][:size].clone() for name in fields}
         eager["logits"] = self._logits[:size].clone()
-        last_tokens.copy_(before[0])
-        arena["num_steps"].copy_(before[1])
+        for tensor, values in zip(changed, before, strict=True):
+            tensor.copy_(values)
         captured.graph.replay()
         self._device.synchronize()
         for name, expected in eager.items():
