@@ -10,6 +10,7 @@ from tiny_tokenizers import byte_level
 from fenceline.config.engine_config import EngineConfig, PriorityConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.images.rules import ImageRules
 from fenceline.ipc.io_struct import (
     BatchStrOut,
     FinishReason,
@@ -55,9 +56,11 @@ class MemoryLink:
 class Bench:
     """A tokenizer manager that is ready, and its link; ``flags`` are ServerArgs fields."""
 
-    def __init__(self, priority: PriorityConfig | None = None, **flags: object) -> None:
+    def __init__(
+        self, priority: PriorityConfig | None = None, images: ImageRules | None = None, **flags: object
+    ) -> None:
         config = demo_config()
-        config = replace(config, server_args=replace(config.server_args, **flags), priority=priority)
+        config = replace(config, server_args=replace(config.server_args, **flags), priority=priority, images=images)
         self.link = MemoryLink()
         self.manager = TokenizerManager(config, byte_level(), self.link)
         self.manager.handle(READY)

@@ -39,6 +39,7 @@ from fenceline.config.weight_headers import (
     read_headers,
     weight_bytes,
 )
+from fenceline.images.rules import ImageRules
 
 # Keys can also be given in the environment, because every user of the machine can read a command line.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
@@ -133,6 +134,7 @@ class EngineConfig:
     piecewise_cuda_graph_tokens: tuple[int, ...]  # the same for prefill, in tokens
     random_seed: int
     replica: int = 0  # which one of --dp-size the processes belong to that get this configuration
+    images: ImageRules | None = None  # None for a model that reads text only
 
     # Logging, and folders as absolute paths
     log_level_http: str

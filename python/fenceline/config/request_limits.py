@@ -23,8 +23,8 @@ MAX_TOOLS_BYTES = 256 << 10  # all of them as JSON
 MAX_ARGUMENT_VALUES = 1 << 16  # JSON values in the arguments of all tool calls of a conversation
 MAX_MESSAGES = 4096  # of a conversation; and of their parts, all together
 MAX_TEXT_CHARS = 16 << 20  # of one text: building it, and freeing it, stops all threads of a process
-MAX_IMAGE_BYTES = 32 << 20  # of an image's file
-MAX_IMAGE_CHARS = MAX_IMAGE_BYTES // 3 * 4 + 256  # of it in base64, in a data: URL; building it takes milliseconds
+MAX_IMAGE_CHARS = (32 << 20) // 3 * 4 + 256  # of an image of 32 MiB in a data: URL; building it takes milliseconds
+MAX_BODY_IMAGES = 256  # of all prompts, those of a prompt's samples counted once
 MAX_UNBROKEN_CHARS = 1 << 18  # of a text without space or punctuation after a letter or digit
 MAX_RID_BYTES = 256  # ids of past requests are kept for a while, by the ten thousand
 # A prompt may have at most this many characters for each token of the context, unless the tokenizer says how many

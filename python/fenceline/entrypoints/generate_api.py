@@ -30,7 +30,7 @@ from fenceline.frontend.request_types import (
     RequestTimes,
     ServedWeights,
     error_of,
-    have_grammars,
+    may_wait,
 )
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -50,7 +50,7 @@ async def generate(manager: TokenizerManager, config: EngineConfig, parser: Body
             thinking_end = thinking_end_id(body, config, manager.tokenizer)
             expanded = await expand(body, config, rid, thinking_end)
             work = manager.submit_many(expanded.inputs)
-            group = await while_connected(request, work, have_grammars(expanded.inputs))
+            group = await while_connected(request, work, may_wait(expanded.inputs))
     except RequestError as error:
         if body.stream and error.status == 400:
             request.scope[REFUSED] = error

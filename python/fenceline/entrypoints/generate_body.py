@@ -267,19 +267,19 @@ def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
 def _images(
     given: str | list[str | list[str | None] | None] | None, num: int, single: bool
 ) -> Sequence[Sequence[ImageSource]]:
-    """The images of each prompt. Those of a single prompt may be one list."""
+    """The images of each prompt. One is that of all prompts, and those of a single prompt may be one list."""
     if not given:
         return [()] * num
     if isinstance(given, str):
-        given = [given]
+        return [[ImageSource("image_data", given)]] * num
     if single and not any(isinstance(one, list) for one in given):
         return [_sources(given, "image_data")]
-    spread = _spread(given, num, "image_data")
-    places = ["image_data" if single and len(spread) == 1 else f"image_data[{index}]" for index in range(num)]
-    return [
-        _sources(one, place) if isinstance(one, list) else [ImageSource(place, one)] if one else ()
-        for one, place in zip(spread, places, strict=True)
-    ]
+    spread: Sequence[str | list[str | None] | None] = _spread(given, num, "image_data")
+    images: list[list[ImageSource]] = []
+    for index, one in enumerate(spread):
+        place = f"image_data[{index}]"
+        images.append(_sources(one, place) if isinstance(one, list) else [ImageSource(place, one)] if one else [])
+    return images
 
 
 def _sources(urls: Sequence[object], place: str) -> list[ImageSource]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
-import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -23,7 +21,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.compile_server import COMPILING, CompileJob, VocabularySource, serve
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
 from fenceline.frontend.control import ControlClient
-from fenceline.frontend.job_process import JobProcess, RestartedProcess
+from fenceline.frontend.job_process import JobProcess, JobQueue, RestartedProcess
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.ipc.forked_jobs import JobResult
@@ -38,46 +36,6 @@ MAX_WAITING = 1024  # to be compiled
 MAX_OF_BODY = 16  # different ones
 
 _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be long
-
-
-class CompileQueue:
-    """Limits how many grammars are compiled at a time. Belongs to one event loop. Most grammars take milliseconds, but
-    a hostile one takes as long as it is allowed. So each has a short turn first, and those that need more time wait
-    again for a long turn. While both kinds wait, one turn at a time is a long one. Within a kind the smallest rank goes
-    first, and then whoever came first."""
-
-    def __init__(self, num_turns: int) -> None:
-        """``num_turns``: how many at a time, at least two, since one of them is never a long turn."""
-        assert num_turns >= 2, num_turns
-        self._num_turns = num_turns
-        self._num_taken = {False: 0, True: 0}  # by whether they are long ones
-        self._waiting: dict[bool, list[tuple[int, int, asyncio.Future[None]]]] = {False: [], True: []}
-        self._count = itertools.count()
-
-    @asynccontextmanager
-    async def turn(self, rank: int, is_long: bool) -> AsyncIterator[None]:
-        """Inside the context the caller has its turn."""
-        future = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting[is_long], (rank, next(self._count), future))
-        self._begin()
-        try:
-            await future
-            yield
-        finally:
-            if not future.cancelled():
-                self._num_taken[is_long] -= 1
-            self._begin()
-
-    def _begin(self) -> None:
-        while sum(self._num_taken.values()) < self._num_turns:
-            for waiting in self._waiting.values():
-                while waiting and waiting[0][2].cancelled():
-                    heapq.heappop(waiting)
-            is_long = bool(self._waiting[True]) and (not self._waiting[False] or not self._num_taken[True])
-            if not self._waiting[is_long] or (is_long and self._num_taken[True] == self._num_turns - 1):
-                return
-            self._num_taken[is_long] += 1
-            heapq.heappop(self._waiting[is_long])[2].set_result(None)
 
 
 class _Grammar:
@@ -119,7 +77,7 @@ class GrammarClient:
         self._vocabulary_sent = False
         # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
         self._num_children = min(8, max(2, num_usable_cores() // 2))
-        self._queue = CompileQueue(self._num_children)
+        self._queue = JobQueue(self._num_children)
         self._loading = asyncio.Lock()  # one grammar is sent after the other
         self._closed = False
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import (
+    MAX_BODY_IMAGES,
     MAX_BODY_LOGPROBS,
     MAX_EXTRA_KEY_BYTES,
     MAX_PRIORITY,
@@ -18,8 +19,9 @@ from fenceline.config.request_limits import (
     MIN_PRIORITY,
     PRESUMED_TOKEN_CHARS,
 )
-from fenceline.frontend.request_types import GenerateInput, RequestError, not_unicode
+from fenceline.frontend.request_types import GenerateInput, ImageSource, RequestError, not_unicode
 from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import IdArray, SchedulerReady, TokenizedGenerateReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -172,15 +174,44 @@ def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> Id
     """``ids`` as they are sent. Raises RequestError for an empty or too long prompt and unknown ids."""
     if not ids:
         raise RequestError(400, "the prompt is empty", param="prompt")
-    if len(ids) > limits.max_req_input_len:
+    check_num_tokens(len(ids), limits)
+    return check_vocabulary(ids, vocab_size, "input_ids")
+
+
+def check_num_tokens(num_tokens: int, limits: SchedulerReady) -> None:
+    """Raise RequestError for a prompt of so many tokens, those of images included, if that is too long."""
+    if num_tokens > limits.max_req_input_len:
         raise RequestError(
             400,
-            f"the prompt has {len(ids)} tokens, this server takes at most {limits.max_req_input_len} "
+            f"the prompt has {num_tokens} tokens, this server takes at most {limits.max_req_input_len} "
             f"(context length {limits.context_length}); shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )
-    return check_vocabulary(ids, vocab_size, "input_ids")
+
+
+def check_num_images(images: Sequence[Sequence[ImageSource]]) -> None:
+    """Raise RequestError for more images than the prompts of one body may have together."""
+    total = sum(map(len, images))
+    if total > MAX_BODY_IMAGES:
+        raise RequestError(
+            400,
+            f"the prompts have {total} images together, at most {MAX_BODY_IMAGES} are allowed in one body; send "
+            "several bodies",
+            param="image_data",
+        )
+
+
+def check_placeholders(ids: IdArray, images: Sequence[ImageSource], placeholder: int) -> None:
+    """Raise RequestError unless the prompt has a ``placeholder`` for each of its images."""
+    num = int(np.count_nonzero(np.frombuffer(ids, dtype=np.int32) == placeholder))
+    if num != len(images):
+        raise RequestError(
+            400,
+            f"the prompt has {num} image placeholders and the request {len(images)} images: give one image for each, "
+            "and do not write the model's image tokens into texts",
+            param=images[0].place if images else "prompt",
+        )
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray:
@@ -227,15 +258,17 @@ def build_message(
     default_priority: int = 0,
     body: int = 0,
     grammar: int = 0,
+    images: Sequence[ImageInput] = (),
 ) -> TokenizedGenerateReq:
     """The message of a request whose parameters and ids have been checked; ``body`` and ``grammar`` are
-    those of the message. Raises
+    those of the message. ``images``: at their places among ``ids``. Raises
     RequestError for a logprob_start_len beyond the prompt's tokens."""
     if inp.input_ids is None:
         _check_logprob_start(inp, len(ids))
     return TokenizedGenerateReq(
         rid=wire_rid,
         input_ids=ids,
+        images=list(images),
         sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
         stream=inp.stream,
         return_logprob=inp.return_logprob,

@@ -221,9 +221,9 @@ def _sample(inp: GenerateInput, index: int) -> GenerateInput:
     return replace(inp, rid=f"{inp.rid}-{index}", family=inp.family or inp.rid, sampling_params=params)
 
 
-def have_grammars(inputs: Sequence[GenerateInput]) -> bool:
-    """Whether their preparation may wait for a compiler."""
-    return any(inp.grammar is not None for inp in inputs)
+def may_wait(inputs: Sequence[GenerateInput]) -> bool:
+    """Whether their preparation may wait for another process."""
+    return any(inp.grammar is not None or inp.images for inp in inputs)
 
 
 def error_of(chunk: GenerateChunk) -> RequestError | None:

@@ -102,7 +102,7 @@ class SocketLink:
             self._latest_bias = message.body, bias
         body, latest = self._latest_prompt
         if body == message.body and latest is message.input_ids:
-            return msgspec.structs.replace(message, input_ids=id_array(), same_prompt=True)
+            return msgspec.structs.replace(message, input_ids=id_array(), images=[], same_prompt=True)
         self._latest_prompt = message.body, message.input_ids
         return message
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Literal
 from uuid import uuid4
 
@@ -27,13 +28,17 @@ from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlClient
 from fenceline.frontend.grammar_client import GrammarClient
+from fenceline.frontend.image_client import ImageClient
 from fenceline.frontend.metrics import Metrics
 from fenceline.frontend.request_prepare import (
     build_message,
     check_ids,
     check_length,
+    check_num_images,
     check_num_logprobs,
+    check_num_tokens,
     check_params,
+    check_placeholders,
     check_untokenised,
     check_vocabulary,
 )
@@ -52,6 +57,7 @@ from fenceline.frontend.request_types import (
 from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.frontend.tokenize_pool import TokenizePool
 from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.images.image_input import ImageInput, expand_placeholders
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
@@ -96,6 +102,7 @@ class TokenizerManager:
         )
         self.control = ControlClient(link.send, config.server_args.dp_size)
         self._grammars = GrammarClient(config, tokenizer, self.control)
+        self._images = ImageClient(config.images)
         self._link = link
         self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
         self._log = RequestLog(config)
@@ -147,10 +154,11 @@ class TokenizerManager:
         # Refuse now what is refused for prompts of any length; each has at least one token.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, given, limits)
+        prompts, images = await self._with_images(inputs, prompts, limits)
         with self._grammars.using() as used:
             grammars = {spec: await self._grammars.number_of(spec, rank, used) for spec, rank in specs.items()}
             limits = self._require_serving()  # tokenising may have taken a while
-            messages = await self._messages(inputs, prompts, limits, default_priority, grammars)
+            messages = await self._messages(inputs, prompts, images, limits, default_priority, grammars)
             self._require_serving()  # no await from here on: a stream added after the engine has ended would never end
             check_num_logprobs(messages)
             for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
@@ -184,6 +192,7 @@ class TokenizerManager:
         self,
         inputs: Sequence[GenerateInput],
         prompts: Sequence[IdArray],
+        images: Sequence[Sequence[ImageInput]],
         limits: SchedulerReady,
         default_priority: int,
         grammars: Mapping[GrammarSpec, int],
@@ -195,13 +204,15 @@ class TokenizerManager:
             body = self._num_bodies
         num_ids = 0
         checked: Sequence[int] | None = None
-        for inp, ids in zip(inputs, prompts, strict=True):
+        for inp, ids, pictures in zip(inputs, prompts, images, strict=True):
             if inp.text is not None and ids is not checked:
                 check_ids(ids, self.vocab_size, limits)
                 checked = ids
                 num_ids += len(ids)
             grammar = 0 if inp.grammar is None else grammars[inp.grammar]
-            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body, grammar))
+            messages.append(
+                build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body, grammar, pictures)
+            )
             if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
                 num_ids = 0
                 await asyncio.sleep(0)
@@ -271,11 +282,7 @@ class TokenizerManager:
 
     def check_images(self, images: Sequence[ImageSource]) -> None:
         """Raise RequestError for images that this server does not take, whatever they show."""
-        if images:
-            place = images[0].place
-            raise RequestError(
-                400, f"{place}: this model reads text only, leave images out", param=place, code="unsupported"
-            )
+        self._images.check(images)
 
     def _texts(self) -> TokenizePool:
         if self._pool is None:
@@ -307,6 +314,31 @@ class TokenizerManager:
                 param="prompt",
             )
         return prompts
+
+    async def _with_images(
+        self, inputs: Sequence[GenerateInput], prompts: Sequence[IdArray], limits: SchedulerReady
+    ) -> tuple[list[IdArray], list[Sequence[ImageInput]]]:
+        """The prompts with as many placeholders as their images have tokens, and the images. Those that samples share
+        are decoded once, and remain one object."""
+        rules = self._images.rules
+        if rules is None:
+            return list(prompts), [()] * len(prompts)
+        keys = [(id(ids), id(inp.images) if inp.images else 0) for inp, ids in zip(inputs, prompts, strict=True)]
+        distinct = dict(zip(keys, zip(inputs, prompts, strict=True), strict=True))
+        check_num_images([inp.images for inp, _ in distinct.values()])
+        for inp, ids in distinct.values():
+            check_placeholders(ids, inp.images, rules.placeholder)
+            if inp.images:
+                check_num_tokens(len(ids) - len(inp.images) + self._images.least_tokens(inp.images), limits)
+                await asyncio.sleep(0)
+        decoded = iter(await self._images.prepare([image for inp, _ in distinct.values() for image in inp.images]))
+        placed = {
+            key: expand_placeholders(ids, islice(decoded, len(inp.images)), rules.placeholder)
+            for key, (inp, ids) in distinct.items()
+        }
+        for ids, _ in placed.values():
+            check_num_tokens(len(ids), limits)
+        return [placed[key][0] for key in keys], [placed[key][1] for key in keys]
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
@@ -519,6 +551,7 @@ class TokenizerManager:
         """Tell the scheduler to stop and release threads. The link stays the caller's to close."""
         self._link.send(ShutdownReq(drain=drain))
         self._grammars.close()
+        self._images.close()
         if self._pool is not None:
             self._pool.close()
 

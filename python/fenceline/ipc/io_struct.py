@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fenceline.constrained.spec import ThinkTokens
+from fenceline.images.image_input import ImageInput
 from fenceline.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class TokenizedGenerateReq(Message):
     namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
     request goes first. ``body``: the number of the body that it came in together with others; bodies take turns. 0 for
     one that came alone. ``same_prompt``: its prompt is that of the request of this body that was sent before it, and
-    ``input_ids`` is empty. ``same_bias``: the same of its ``logit_bias``, which is then None. ``grammar``: the
+    ``input_ids`` and ``images`` are empty. ``images`` have
+    their places in ``input_ids``. ``same_bias``: the same of its ``logit_bias``, which is then None. ``grammar``: the
     :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from what the model thinks between the tokens
     ``think``.
     """
@@ -67,6 +69,7 @@ class TokenizedGenerateReq(Message):
     rid: str
     input_ids: IdArray
     sampling_params: SamplingParams
+    images: list[ImageInput] = []
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1

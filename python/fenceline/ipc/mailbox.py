@@ -31,6 +31,7 @@ LINGER_S = 1.0  # how long an outbox that is closed still tries to deliver the r
 # In a request, what is no token id, such as biases of a thousand tokens, is decoded one by one: a byte of it takes as
 # long as so many bytes of ids.
 _SLOW_BYTE = 16
+_PIXEL_BYTES = 8  # of images, which are copied and not looked at, that take as long as one of ids
 _MOST_BYTES = 1 << 30  # of a message
 _RETRY_MS, _MOST_RETRY_MS = 10, 500  # until a sender tries again to connect, twice as long each time
 _MAX_TMPDIR_CHARS = 64
@@ -142,7 +143,7 @@ class Inbox(Generic[M]):
 
     def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[M]:
         """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``. In a
-        request each byte that is not of its prompt's ids counts as ``_SLOW_BYTE``."""
+        request each byte that is not of its prompt's ids or images counts as ``_SLOW_BYTE``."""
         messages: list[M] = []
         num_bytes = 0
         while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
@@ -153,7 +154,9 @@ class Inbox(Generic[M]):
                 messages.append(message)
                 num_bytes += len(data)
                 if isinstance(message, TokenizedGenerateReq):
-                    num_bytes += (_SLOW_BYTE - 1) * (len(data) - 4 * len(message.input_ids))
+                    num_pixel_bytes = sum([len(image.pixels) for image in message.images])
+                    num_bytes += (_SLOW_BYTE - 1) * (len(data) - 4 * len(message.input_ids) - num_pixel_bytes)
+                    num_bytes -= num_pixel_bytes - num_pixel_bytes // _PIXEL_BYTES
         return messages
 
     def _receive_nowait(self) -> bool:

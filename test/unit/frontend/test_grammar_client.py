@@ -20,7 +20,8 @@ from fenceline.entrypoints.openai.parsing import answer_grammar
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.frontend import grammar_client, job_process
 from fenceline.frontend.control import ControlClient
-from fenceline.frontend.grammar_client import CompileProcess, CompileQueue, GrammarClient
+from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
+from fenceline.frontend.job_process import JobQueue
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.ipc.forked_jobs import JobResult
@@ -128,7 +129,7 @@ async def _until_compiling(bench: Bench, count: int) -> None:
 
 
 async def test_whoever_leaves_the_line_as_another_ends_takes_no_turn() -> None:
-    turns, first, others = CompileQueue(2), asyncio.Event(), asyncio.Event()
+    turns, first, others = JobQueue(2), asyncio.Event(), asyncio.Event()
     began: list[str] = []
 
     async def take(name: str) -> None:

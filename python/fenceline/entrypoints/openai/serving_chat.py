@@ -45,7 +45,7 @@ from fenceline.entrypoints.openai.tool_call_parser import (
 )
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
-from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples, have_grammars
+from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples, may_wait
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class ChatServing:
         prompt = await self._prompt(body)
         inputs = self._inputs(body, prompt, rid)
         work = self._generator.submit_many(inputs)
-        return prompt, await while_connected(request, work, have_grammars(inputs))
+        return prompt, await while_connected(request, work, may_wait(inputs))
 
     def check(self, body: ChatBody) -> None:
         """Raise RequestError (400) for what this server or this model does not have."""

@@ -23,13 +23,7 @@ from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_completi
 from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
-from fenceline.frontend.request_types import (
-    GenerateChunk,
-    GenerateInput,
-    check_num_requests,
-    expand_samples,
-    have_grammars,
-)
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples, may_wait
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -50,7 +44,7 @@ class CompletionServing:
         refuse_completion(body)
         check_num_requests(len(body.prompt), body.n)
         inputs = self._inputs(body, head.id)
-        group = await while_connected(request, self._generator.submit_many(inputs), have_grammars(inputs))
+        group = await while_connected(request, self._generator.submit_many(inputs), may_wait(inputs))
         try:
             echoed = await self._echoed(body)
         except BaseException:

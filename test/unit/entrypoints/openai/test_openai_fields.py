@@ -12,9 +12,11 @@ import openai
 import orjson
 import pytest
 
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import fields
 from fenceline.entrypoints.fields import CHAT, COMPLETION, MAX_NAMES_LOGGED, UnknownFields
-from fenceline.entrypoints.generate_body import FIELDS, SAMPLING_FIELDS, parse_generate
+from fenceline.entrypoints.generate_body import FIELDS, SAMPLING_FIELDS, expand, parse_generate
 from fenceline.entrypoints.openai.parsing import parse_body
 from fenceline.entrypoints.openai.protocol import ChatBody, CommonBody, CompletionBody
 from fenceline.frontend.request_types import RequestError
@@ -378,3 +380,25 @@ def test_every_field_is_documented():
         *FIELDS.declared,
     }
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [
+        ({"text": "a", "image_data": "x"}, [{"image_data": "x"}]),
+        ({"text": "a", "image_data": ["x", "y"]}, [{"image_data[0]": "x", "image_data[1]": "y"}]),
+        ({"text": "a", "image_data": [["x", "y"]]}, [{"image_data[0][0]": "x", "image_data[0][1]": "y"}]),
+        ({"text": ["a", "b"], "image_data": "x"}, [{"image_data": "x"}, {"image_data": "x"}]),
+        ({"text": ["a", "b"], "image_data": [["x", None], "y"]}, [{"image_data[0][0]": "x"}, {"image_data[1]": "y"}]),
+        ({"text": ["a", "b"], "image_data": [None, ""]}, [{}, {}]),
+        ({"text": "a", "image_data": [None]}, [{}]),
+    ],
+)
+async def test_images_of_each_prompt(model_dir, fields, places):
+    config = resolve(ServerArgs(model_path=str(model_dir), load_format="dummy"))
+    body = parse_generate(orjson.dumps(fields), UnknownFields(strict=True))
+    found = (await expand(body, config, "r")).inputs
+    assert [{image.place: image.url for image in inp.images} for inp in found] == places
+    with pytest.raises(RequestError, match="image_data has 3 entries for 2 prompts"):
+        body = parse_generate(orjson.dumps({"text": ["a", "b"], "image_data": ["x"] * 3}), UnknownFields(strict=True))
+        await expand(body, config, "r")

@@ -1,0 +1,167 @@
+"""ImageClient: checks the images of requests, and has them decoded by another process.
+
+What is too much is refused before it costs anything: a file's first bytes say how large its image is, and so how many
+tokens it has. Decoding is limited in time and memory (:mod:`fenceline.images.decode`), and happens once for the samples
+of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from fenceline.config import num_usable_cores
+from fenceline.frontend.image_fetch import fetch
+from fenceline.frontend.job_process import JobProcess, JobQueue, RestartedProcess
+from fenceline.frontend.request_types import ImageSource, RequestError
+from fenceline.images.decode import DECODING, DecodeJob, from_base64, serve
+from fenceline.images.header import HEAD_BYTES, MAX_BYTES, Header, read_header
+from fenceline.images.image_input import ImageInput
+from fenceline.images.rules import ImageRules
+from fenceline.ipc.forked_jobs import JobResult
+
+MAX_WAITING = 1024  # to be decoded
+LOW_PIXELS = 512 * 512  # of an image with the detail "low"
+_DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+|application/octet-stream)?(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
+_MAX_PREFIX_CHARS = 256
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+
+
+class ImageClient:
+    """Lives on one event loop. Errors name an image by its place."""
+
+    def __init__(self, rules: ImageRules | None) -> None:
+        """``rules``: None for a model that reads text only."""
+        self.rules = rules
+        self._process = RestartedProcess(self._start)
+        # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
+        self._num_children = min(8, max(2, num_usable_cores() // 2))
+        self._queue = JobQueue(self._num_children)
+        self._num_waiting = 0
+
+    def check(self, images: Sequence[ImageSource]) -> None:
+        """Raise RequestError (400) for images that this server does not take, whatever they show."""
+        if not images:
+            return
+        if self.rules is None:
+            raise _refused(images[0], "this model reads text only, leave images out", "unsupported")
+        if len(images) > self.rules.max_images:
+            raise _refused(
+                images[self.rules.max_images],
+                f"the request has {len(images)} images, this server takes {self.rules.max_images} at most "
+                "(--limit-mm-data-per-request)",
+            )
+        for image in images:
+            try:
+                self._data_start(image.url)
+            except ValueError as error:
+                raise _refused(image, str(error)) from None
+
+    def least_tokens(self, images: Sequence[ImageSource]) -> int:
+        """How many tokens the images have at least, as far as their files' first bytes say. Raises RequestError (400)
+        for those that are no images, or too large ones."""
+        assert self.rules is not None, "checked before"
+        tokens = 0
+        for image in images:
+            try:
+                start = self._data_start(image.url)
+                header = None if start is None else _header(image.url, start)
+                if header is not None:
+                    header.check()
+                    tokens += self.rules.settings.with_pixels(max_pixels=self._max_pixels(image)).num_tokens(
+                        header.width, header.height
+                    )
+                else:
+                    tokens += 1
+            except ValueError as error:
+                raise _refused(image, str(error)) from None
+        return tokens
+
+    async def prepare(self, images: Sequence[ImageSource]) -> list[ImageInput]:
+        """The images as the model gets them. Raises RequestError: 400 with the reason where one cannot be decoded, 503
+        where it could be later."""
+        if self._num_waiting + len(images) > MAX_WAITING:
+            raise RequestError(503, f"{self._num_waiting} images wait to be decoded; try again later")
+        self._num_waiting += len(images)
+        tasks = [asyncio.ensure_future(self._prepared(image)) for image in images]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            self._num_waiting -= len(images)
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        """End the process that decodes. Requests that wait for it get RequestError (503)."""
+        self._process.close()
+
+    async def _prepared(self, image: ImageSource) -> ImageInput:
+        assert self.rules is not None, "checked before"
+        start = self._data_start(image.url)
+        data = b""
+        if start is None:
+            try:
+                data = await fetch(image.url, self.rules.domains)
+            except ValueError as error:
+                raise _refused(image, str(error)) from None
+        made = await self._decoded(image, data, start or 0)
+        if made.error:
+            raise RequestError(400 if made.is_refused else 503, f"{image.place}: {made.error}", param=image.place)
+        return msgspec.msgpack.decode(made.data, type=ImageInput)
+
+    async def _decoded(self, image: ImageSource, data: bytes, start: int) -> JobResult:
+        text = "" if data else image.url
+        for is_long in (False, True):
+            async with self._queue.turn(0, is_long):
+                process = self._process.get()
+                await process.started()
+                made = await process.run(
+                    lambda id: DecodeJob(id, not is_long, self._max_pixels(image), data, text, start)  # noqa: B023
+                )
+            if not made.is_given_up:
+                break
+        return made
+
+    def _start(self) -> JobProcess:
+        assert self.rules is not None, "checked before"
+        settings = msgspec.msgpack.encode(self.rules.settings)
+        return JobProcess("image-decoder", serve, (self._num_children,), settings, DECODING)
+
+    def _max_pixels(self, image: ImageSource) -> int | None:
+        assert self.rules is not None, "checked before"
+        return max(LOW_PIXELS, self.rules.settings.min_pixels) if image.detail == "low" else None
+
+    def _data_start(self, url: str) -> int | None:
+        """Where base64 begins in ``url``; None for an image that is to be fetched. Raises ValueError."""
+        assert self.rules is not None, "checked before"
+        scheme = _SCHEME.match(url, 0, _MAX_PREFIX_CHARS)
+        if scheme is None:
+            start = 0
+        elif scheme[0].lower() in ("http:", "https:"):
+            if not self.rules.domains:
+                raise ValueError(
+                    "this server fetches no images: send it as a data: URL, or start the server with "
+                    "--allowed-media-domains and the image's host"
+                )
+            return None
+        else:
+            found = _DATA_URL.match(url, 0, _MAX_PREFIX_CHARS)
+            if found is None:
+                raise ValueError("its URL must be data:image/TYPE;base64,... or of http or https")
+            start = found.end()
+        if (len(url) - start) // 4 * 3 > MAX_BYTES + 2:
+            raise ValueError(f"its file has more than {MAX_BYTES >> 20} MiB")
+        return start
+
+
+def _header(url: str, start: int) -> Header | None:
+    """What the first bytes say, None if they are not enough."""
+    end = start + HEAD_BYTES // 3 * 4
+    return read_header(from_base64(url[start:end]), is_whole=end >= len(url))
+
+
+def _refused(image: ImageSource, reason: str, code: str | None = None) -> RequestError:
+    return RequestError(400, f"{image.place}: {reason}", param=image.place, code=code)

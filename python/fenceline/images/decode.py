@@ -1,0 +1,112 @@
+"""The process that decodes and resizes images, each as a job of its own (:mod:`fenceline.ipc.forked_jobs`): whatever a
+file does to its decoder, it costs that file's request alone."""
+
+from __future__ import annotations
+
+import binascii
+import io
+import warnings
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fenceline.images.header import MAX_PIXELS, read_header
+from fenceline.images.prepare import ImageSettings, prepare
+from fenceline.ipc.forked_jobs import Job, JobLimits, JobResult, Work, serve_jobs
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+DECODING = JobLimits(
+    cpu_s=10,
+    short_cpu_s=1.0,
+    wall_s=30.0,
+    memory_bytes=1 << 30,  # an image of MAX_PIXELS takes a quarter with transparency, and is copied once or twice
+    done="decoded",
+    smaller="make it smaller",
+)
+
+
+class DecodeJob(Job, frozen=True):
+    """An image file: its ``data``, or ``text`` from ``start`` on in base64. ``max_pixels``: fewer than the model's."""
+
+    max_pixels: int | None
+    data: bytes = b""
+    text: str = ""
+    start: int = 0
+
+
+def serve(connection: Connection, num_children: int) -> None:
+    """The process's main function: receive ImageSettings, load Pillow, and decode."""
+    serve_jobs(connection, num_children, DECODING, DecodeJob, _begin)
+
+
+def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
+    settings = msgspec.msgpack.decode(message, type=ImageSettings)
+    from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
+
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # checked before; this is for what a plugin finds out later
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+    def decoded(job: DecodeJob) -> JobResult:
+        made = prepare(decode(file_bytes(job)), settings.with_pixels(max_pixels=job.max_pixels))
+        return JobResult(job.id, msgspec.msgpack.encode(made))
+
+    return b"", decoded
+
+
+def file_bytes(job: DecodeJob) -> bytes:
+    """The image's file. Raises ValueError for what is not base64."""
+    return job.data or from_base64(job.text[job.start :] if job.start else job.text)
+
+
+def from_base64(text: str) -> bytes:
+    """The bytes that ``text`` stands for. Raises ValueError unless it is base64 as it is written by everyone, without
+    line breaks and with its padding."""
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:  # binascii's own too
+        raise ValueError(f"it is not base64 ({error})") from None
+
+
+def decode(data: bytes) -> Image.Image:
+    """The first image in the file ``data``, upright, as RGB. Raises ValueError for what is none, and MemoryError."""
+    from PIL import Image
+
+    header = read_header(data, is_whole=True)
+    assert header is not None, "the file is whole"
+    header.check()
+    try:
+        image = Image.open(io.BytesIO(data), formats=[header.format])
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"an image of {image.width}x{image.height} pixels is behind its header")
+        image.load()
+        return _eight_bits(_upright(image)).convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's plugins raise whatever they come across
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ValueError(f"its {header.format} file is broken ({reason[:200]})") from None
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """``image``, one of 16 bits scaled to 8: Pillow itself would make everything but the darkest white."""
+    if not image.mode.startswith("I"):
+        return image
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """``image`` as its EXIF data say that it is to be turned. What they say wrongly is not heeded."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:
+        return image

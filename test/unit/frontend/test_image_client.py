@@ -1,0 +1,246 @@
+"""The front end's images: what is refused before it costs anything, and what the process that decodes makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from frontend_bench import Bench
+from hostile_images import data_url, hostile_images, oriented, picture, png, written
+from PIL import Image
+
+from fenceline.frontend import job_process, request_prepare
+from fenceline.frontend.image_client import ImageClient
+from fenceline.frontend.request_types import GenerateInput, ImageDetail, ImageSource, RequestError, expand_samples
+from fenceline.images.decode import decode
+from fenceline.images.header import MAX_BYTES
+from fenceline.images.prepare import ImageSettings, prepare
+from fenceline.images.rules import ImageRules
+
+SETTINGS = ImageSettings(
+    patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280, mean=(0.5,) * 3, std=(0.5,) * 3
+)
+RULES = ImageRules(settings=SETTINGS, placeholder=7, max_images=3, domains=frozenset())
+GOOD = written(picture(40, 30), "PNG")
+SEGMENT = b"\xff\xe1\xff\xff" + bytes((1 << 16) - 3)
+
+
+def source(url: str | bytes, detail: ImageDetail = "auto", place: str = "messages[1].content[0]") -> ImageSource:
+    return ImageSource(place, url if isinstance(url, str) else data_url(url), detail)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[ImageClient]:
+    made = ImageClient(RULES)
+    yield made
+    made.close()
+
+
+async def _refusal(client: ImageClient, *images: ImageSource) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        client.check(images)
+        client.least_tokens(images)
+        await client.prepare(images)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("data:image/png;base64,AAA", "it is not base64"),
+        ("data:image/png;base64,", "not a PNG"),
+        ("data:image/png,AAAA", "its URL must be data:image/TYPE;base64"),
+        ("data:text/html;base64,AAAA", "its URL must be data:image/TYPE;base64"),
+        ("file:///etc/passwd", "its URL must be data:image/TYPE;base64"),
+        ("ftp://example.org/a.png", "its URL must be data:image/TYPE;base64"),
+        ("http://example.org/a.png", "this server fetches no images: send it as a data: URL"),
+        ("HTTPS://example.org/a.png", "--allowed-media-domains"),
+        ("/etc/passwd", "it is not base64"),
+        (data_url(b"x" * 600), "not a PNG, JPEG, WebP or GIF image"),
+        (data_url(png(10_000, 10_000)), "10000x10000 pixels, at most"),
+        (data_url(png(201, 1)), "more than 200 times"),
+        (data_url(b"\xff\xd8" + SEGMENT * 5), "its file is broken: it does not say how large"),
+        (data_url(GOOD[:-60]), "its PNG file is broken"),
+    ],
+    ids=lambda value: value[:40],
+)
+async def test_what_is_refused_names_the_image_by_its_place(client: ImageClient, url: str, reason: str) -> None:
+    error = await _refusal(client, source(GOOD, place="messages[0].content[4]"), source(url))
+    assert error.status == 400 and error.param == "messages[1].content[0]"
+    assert error.message.startswith("messages[1].content[0]: ") and reason in error.message
+
+
+async def test_models_of_text_and_requests_of_many_images_refuse_them() -> None:
+    text_only, client = ImageClient(None), ImageClient(RULES)
+    text_only.check([])
+    assert "this model reads text only" in (await _refusal(text_only, source(GOOD))).message
+    many = [source(GOOD, place=f"image_data[{index}]") for index in range(4)]
+    client.check(many[:3])
+    assert (await _refusal(client, *many)).message.startswith("image_data[3]: the request has 4 images, this server")
+
+
+def test_bombs_cost_microseconds() -> None:
+    client = ImageClient(RULES)
+    bombs = [png(10_000, 10_000, bytes(10_001 * 10_000)), b"\xff\xd8" + b"\xff\xe1\x00\x02" * 3_000_000]
+    for bomb, most_s in zip(map(source, bombs), (0.001, 0.01), strict=True):
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            client.check([bomb])
+            try:
+                client.least_tokens([bomb])
+            except RequestError:
+                pass
+            times.append(time.perf_counter() - begin)
+        assert min(times) < most_s
+
+
+async def test_images_are_prepared_in_their_order(client: ImageClient) -> None:
+    large = written(picture(900, 700), "JPEG")
+    files = [GOOD, large, oriented(6, 120, 50)]
+    images = await client.prepare([source(data) for data in files])
+    assert images == [prepare(decode(data), SETTINGS) for data in files]
+    sources = [source(data) for data in files]
+    assert client.least_tokens(sources) == sum(image.num_tokens for image in images)
+    [low, bare] = await client.prepare([source(large, "low"), source(base64.b64encode(large).decode())])
+    assert bare == images[1] and low.num_tokens < images[1].num_tokens
+    assert 200_000 < low.width * low.height <= 512 * 512
+
+
+def test_files_of_more_than_32_mib_are_refused() -> None:
+    client = ImageClient(RULES)
+    client.check([source("A" * (MAX_BYTES // 3 * 4))])
+    with pytest.raises(RequestError, match="its file has more than 32 MiB"):
+        client.check([source("A" * (MAX_BYTES // 3 * 4 + 8))])
+
+
+@pytest.mark.long
+async def test_the_largest_image_fits_into_the_limits(client: ImageClient) -> None:
+    image = Image.new("RGBA", (8192, 8192), (10, 20, 30, 255))
+    [made] = await client.prepare([source(written(image, "PNG", compress_level=1))])
+    assert made.num_tokens == SETTINGS.num_tokens(8192, 8192)
+
+
+async def test_a_decoder_that_is_killed_costs_its_request_alone(
+    client: ImageClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_process, "FIRST_PAUSE_S", 0.0)
+    await client.prepare([source(GOOD)])
+    process: Any = client._process.get()
+    os.kill(process._process.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(client.prepare([source(GOOD)]))
+    await asyncio.sleep(0)
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(RequestError, match="the image-decoder process ended; try again") as caught:
+        await waiting
+    assert caught.value.status == 503
+    assert len(await client.prepare([source(GOOD)])) == 1
+
+
+async def test_hostile_images_are_no_server_errors_and_nobody_waits(client: ImageClient) -> None:
+    """The event loop, on which all requests are served, is never kept by one for long."""
+    longest = 0.0
+
+    async def neighbour() -> None:
+        nonlocal longest
+        while True:
+            begin = time.thread_time()  # of this thread: whatever else the machine does
+            await asyncio.sleep(0.0005)
+            longest = max(longest, time.thread_time() - begin)
+
+    async def ask(data: bytes) -> bool:
+        image = source(data)
+        try:
+            client.check([image])
+            client.least_tokens([image])
+            [made] = await client.prepare([image])
+        except RequestError as error:
+            assert error.status == 400, error.message
+            return False
+        assert len(made.pixels) == 3 * made.width * made.height
+        return True
+
+    beside = asyncio.create_task(neighbour())
+    files = list(hostile_images(100, seed=1))
+    found = [await asyncio.gather(*map(ask, files[start : start + 10])) for start in range(0, len(files), 10)]
+    beside.cancel()
+    assert 10 < sum(map(sum, found)) < 90
+    assert longest < 0.1
+
+
+async def test_requests_beyond_the_queue_are_told_to_come_later(
+    client: ImageClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fenceline.frontend.image_client.MAX_WAITING", 1)
+    error = await _refusal(client, source(GOOD), source(GOOD))
+    assert error.status == 503 and "wait to be decoded" in error.message
+    assert len(await client.prepare([source(GOOD)])) == 1
+
+
+async def test_domains_are_named_by_the_error() -> None:
+    client = ImageClient(replace(RULES, domains=frozenset(["images.example.org"])))
+    url = "http://example.org/a.png"
+    client.check([source(url)])
+    assert client.least_tokens([source(url)]) == 1
+    assert "--allowed-media-domains does not name" in (await _refusal(client, source(url))).message
+
+
+# --- among requests
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench(images=RULES)
+    yield made
+    made.manager.shutdown()
+
+
+def asked(*ids: int, images: list[ImageSource], rid: str = "r") -> GenerateInput:
+    return GenerateInput(input_ids=ids, images=images, rid=rid)
+
+
+async def test_placeholders_become_as_many_as_an_image_has_tokens(bench: Bench) -> None:
+    files = [GOOD, written(picture(100, 60), "JPEG")]
+    inputs = expand_samples(asked(1, 7, 2, 7, 3, images=list(map(source, files))), 2)
+    other = asked(5, 7, images=[source(files[1])], rid="s")
+    await bench.manager.submit_many([*inputs, other, GenerateInput(input_ids=[4], rid="t")])
+    first, sample, alone, text = bench.link.requests()
+    small, large = (prepare(decode(data), SETTINGS) for data in files)
+    assert first.input_ids.tolist() == [1, *[7] * small.num_tokens, 2, *[7] * large.num_tokens, 3]
+    assert [(image.offset, image.digest) for image in first.images] == [
+        (1, small.digest),
+        (2 + small.num_tokens, large.digest),
+    ]
+    assert sample.input_ids is first.input_ids, "the link sends what samples share once"
+    assert alone.input_ids.tolist() == [5, *[7] * large.num_tokens] and alone.images[0].pixels == large.pixels
+    assert text.input_ids.tolist() == [4] and text.images == []
+
+
+@pytest.mark.parametrize(("ids", "num_images"), [((1, 7), 0), ((1,), 1), ((7, 7), 1), ((7,), 2)])
+async def test_each_placeholder_has_its_image(bench: Bench, ids: tuple[int, ...], num_images: int) -> None:
+    with pytest.raises(
+        RequestError, match=f"has {ids.count(7)} image placeholders and the request {num_images} images"
+    ):
+        await bench.manager.submit(asked(*ids, images=[source(GOOD)] * num_images))
+    assert bench.link.requests() == []
+
+
+async def test_tokens_of_images_count_before_they_are_decoded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageClient, "prepare", None)
+    with pytest.raises(RequestError, match="the prompt has 1028 tokens, this server takes at most 63") as caught:
+        await bench.manager.submit(asked(*range(10, 30), 7, images=[source(png(1000, 780))]))
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_body_has_a_limited_number_of_images(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_prepare, "MAX_BODY_IMAGES", 3)
+    inputs = [asked(7, 7, images=[source(GOOD)] * 2, rid=f"{index}") for index in range(2)]
+    with pytest.raises(RequestError, match="have 4 images together, at most 3 are allowed"):
+        await bench.manager.submit_many(inputs)
