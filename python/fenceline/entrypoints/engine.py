@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
+import io
 import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
+import numpy as np
 import orjson
 import uvloop
 from starlette.requests import Request
@@ -58,6 +61,7 @@ class SamplingParams(NativeSampling, kw_only=True):
     min_tokens: int | None = None
 
 
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 Params = Mapping[str, Any] | SamplingParams
 Conversation = Sequence[Mapping[str, Any]]  # messages
 
@@ -126,7 +130,8 @@ class Engine:
     ) -> Any:
         """Complete one prompt or several, given as text or token ids. Returns what /generate answers: one dict for one
         prompt, a list for several or ``n`` > 1, an iterator of dicts with ``stream``. ``options`` are /generate's other
-        fields (``return_logprob``, ``rid``, ...). Raises ValueError for a wrong request and RuntimeError if the engine
+        fields (``return_logprob``, ``rid``, ...); ``image_data`` may be images of Pillow and arrays too, uint8 [height,
+        width, 3]. Raises ValueError for a wrong request and RuntimeError if the engine
         cannot serve it."""
         body = _body(prompt, sampling_params, input_ids, stream, options)
         if stream:
@@ -158,7 +163,8 @@ class Engine:
     ) -> Any:
         """Write the assistant's next message of one conversation or of several. Returns what /v1/chat/completions
         answers: one dict, a list for several conversations, with ``stream`` an iterator of one conversation's chunks.
-        ``options`` are other fields of that route (``tools``, ``response_format``, ``chat_template_kwargs``, ...).
+        ``options`` are other fields of that route (``tools``, ``response_format``, ``chat_template_kwargs``, ...). In a
+        content, ``{"type": "image", "image": ...}`` is an image of Pillow, an array, or a URL.
         Raises like :meth:`generate`."""
         several = are_several(messages)
         conversations: Sequence[Any] = messages if several else [messages]
@@ -464,7 +470,8 @@ def _chat_body(messages: object, params: object, options: Mapping[str, object]) 
     """The request as /v1/chat/completions would get it, checked the same way. Raises ValueError."""
     given = {_CHAT_NAMES.get(name, name): value for name, value in params_dict(params).items()}
     try:
-        return parse_body(ChatBody, _as_json({"messages": messages, **given, **options}), UnknownFields(strict=True))
+        fields = {"messages": _with_image_urls(messages), **given, **options}
+        return parse_body(ChatBody, _as_json(fields), UnknownFields(strict=True))
     except RequestError as error:
         raise _python_error(error) from error
 
@@ -488,6 +495,41 @@ def params_dict(params: object) -> dict[str, Any]:
 
 def _as_json(fields: Mapping[str, object]) -> bytes:
     try:
-        return json.dumps(fields, allow_nan=False).encode()
+        return json.dumps(fields, allow_nan=False, default=_image_url).encode()
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _with_image_urls(messages: object) -> object:
+    """``messages`` with OpenAI's parts in place of those that hold an image as Hugging Face's and vLLM's do."""
+
+    def part_of(part: object) -> object:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and kind in ("image", "image_pil") and kind in part:
+            return {"type": "image_url", "image_url": {"url": part[kind], "detail": part.get("detail")}}
+        return part
+
+    if not isinstance(messages, (list, tuple)):
+        return messages
+    return [
+        {**message, "content": [part_of(part) for part in message["content"]]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        else message
+        for message in messages
+    ]
+
+
+def _image_url(value: object) -> str:
+    """An image of Pillow, or an array, as a ``data:`` URL, without loss. Raises TypeError for anything else."""
+    from PIL import Image
+
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))):
+            raise TypeError(f"an image is an array of uint8 [height, width, 3], not {value.dtype} {list(value.shape)}")
+        value = Image.fromarray(value)
+    if not isinstance(value, Image.Image):
+        raise TypeError(f"{type(value).__name__} is neither JSON nor an image")
+    file = io.BytesIO()
+    image = value if value.mode in _PNG_MODES else value.convert("RGB")
+    image.save(file, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -8,7 +8,8 @@ from typing import Any
 
 from fenceline.entrypoints.engine import Answer, Conversation, Engine, Params, are_several, params_dict
 
-Prompt = str | Mapping[str, Any]  # a text, {"prompt": text} or {"prompt_token_ids": ids}
+# A text, {"prompt": text} or {"prompt_token_ids": ids}; both may have "multi_modal_data": {"image": one or several}.
+Prompt = str | Mapping[str, Any]
 _MAX_TOKENS = 16  # vLLM's default
 
 
@@ -55,7 +56,11 @@ class LLM:
         several = prompts if isinstance(prompts, (list, tuple)) else [prompts]
         texts: list[str] = []
         ids: list[list[int]] = []
+        images: list[Any] = []
         for prompt in several:
+            data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+            image = None if data is None else data.get("image")
+            images.append(list(image) if isinstance(image, (list, tuple)) else image)
             if isinstance(prompt, str):
                 texts.append(prompt)
             elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
@@ -69,7 +74,11 @@ class LLM:
         if texts and ids:
             raise ValueError("give either texts or token ids as prompts, not both in one call")
         answers = self.llm_engine.generate(
-            texts or None, _limited(sampling_params), input_ids=ids or None, return_prompt_token_ids=True
+            texts or None,
+            _limited(sampling_params),
+            input_ids=ids or None,
+            image_data=images,
+            return_prompt_token_ids=True,
         )
         num_samples = len(answers) // len(several)
         return [

@@ -223,7 +223,7 @@ class NativeApi:
                 "architectures": [config.model.architecture],
                 "model_type": config.model.model_type,
                 "load_format": config.server_args.load_format,
-                "has_image_understanding": False,
+                "has_image_understanding": config.images is not None,
                 "has_audio_understanding": False,
                 "vocab_size": config.model.vocab_size,
                 "context_length": config.model.context_length,

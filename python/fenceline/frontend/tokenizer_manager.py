@@ -253,12 +253,20 @@ class TokenizerManager:
         """Requests in flight, waiting ones included."""
         return len(self._table)
 
-    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Sequence[int]]:
-        """Token ids of each text as a list or, of long texts, an array; off the event loop where that pays. Raises
-        RequestError without a tokenizer, and for too many texts or tokens."""
+    async def tokenize(
+        self, texts: Sequence[str], add_special_tokens: bool = True, images: Sequence[ImageSource] = ()
+    ) -> list[Sequence[int]]:
+        """Token ids of each text as a list or, of long texts, an array, of a single one with those of its ``images``;
+        off the event loop where that pays. Raises RequestError without a tokenizer, and for too many texts or tokens.
+        """
         check_num_requests(len(texts), 1)
         most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
-        return await self._texts().encode(texts, add_special_tokens, most, most)
+        encoded = await self._texts().encode(texts, add_special_tokens, most, most)
+        if images:
+            inp, limits = GenerateInput(images=images), self._require_serving()
+            prompts, _ = await self._with_images([inp], [id_array(encoded[0])], limits)
+            return list(prompts)
+        return encoded
 
     async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of ids, off the event loop. Raises RequestError without a tokenizer, for too many lists

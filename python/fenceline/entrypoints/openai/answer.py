@@ -38,9 +38,9 @@ class Generator(Protocol):
         """Raise RequestError for images that this server does not take, whatever they show."""
 
     def tokenize(
-        self, texts: Sequence[str], add_special_tokens: bool = True
+        self, texts: Sequence[str], add_special_tokens: bool = True, images: Sequence[ImageSource] = ()
     ) -> Coroutine[Any, Any, list[Sequence[int]]]:
-        """Token ids of each text."""
+        """Token ids of each text, of a single one with those of its ``images``."""
 
     async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids."""

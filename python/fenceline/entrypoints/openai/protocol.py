@@ -181,7 +181,7 @@ class ImageUrl(StrictModel):
     """Where an image is: a ``data:`` URL, or one that the server may fetch."""
 
     url: str
-    detail: ImageDetail = "auto"
+    detail: ImageDetail | None = None
 
 
 class ImagePart(StrictModel):
@@ -193,12 +193,12 @@ class ImagePart(StrictModel):
 
     def source(self, place: str) -> ImageSource:
         """The image, which stands at ``place`` of the chat completion."""
-        return ImageSource(self._place or place, self.image_url.url, self.image_url.detail)
+        return ImageSource(self._place or place, self.image_url.url, self.image_url.detail or "auto")
 
 
 def image_part(url: object, detail: object, place: str) -> ImagePart:
     """The image at ``place`` of another route's request. Raises ValueError for what is none."""
-    part = {"type": "image_url", "image_url": {"url": url, "detail": "auto" if detail is None else detail}}
+    part = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
     try:
         _check_image(part)
     except ValueError as error:

@@ -321,7 +321,9 @@ async def tokenize_conversation(
 ) -> Sequence[int]:
     """The token ids of the prompt. Raises RequestError, and ClientDisconnect if the client leaves meanwhile."""
     text = await conversation_text(generator, template, body)
-    [tokens] = await while_connected(request, generator.tokenize([text], bool(body.add_special_tokens)))
+    images = body.images()
+    work = generator.tokenize([text], bool(body.add_special_tokens), images)
+    [tokens] = await while_connected(request, work, is_long=bool(images))
     return tokens
 
 

@@ -1,0 +1,162 @@
+"""Where images stand in the bodies of each route, and those that Python programs hand over."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hostile_images import data_url, picture
+from PIL import Image
+
+from fenceline.entrypoints.anthropic import protocol as anthropic
+from fenceline.entrypoints.engine import _body, _chat_body
+from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.openai.parsing import chat_completion, parse_body, parse_model
+from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.responses_protocol import RULES, ResponsesBody, chat_fields, input_messages
+from fenceline.entrypoints.openai.serving_chat import render_chat
+from fenceline.entrypoints.openai.serving_responses import ResponseStore
+from fenceline.images.decode import decode, from_base64
+
+URL, OTHER = "data:image/png;base64,AAAA", "data:image/jpeg;base64,BBBB"
+TEXT = {"type": "text", "text": "See"}
+UNKNOWN = UnknownFields(strict=True)
+
+
+def places(body: ChatBody) -> list[tuple[str, str, str]]:
+    return [(image.place, image.url, image.detail) for image in body.images()]
+
+
+def chat(*contents: object) -> ChatBody:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return parse_body(ChatBody, orjson.dumps({"messages": messages}), UNKNOWN)
+
+
+def test_images_of_a_chat_completion() -> None:
+    image = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+    body = chat("Hi", [TEXT, image], [{"type": "image_url", "image_url": {"url": OTHER}}])
+    assert places(body) == [("messages[1].content[1]", URL, "low"), ("messages[2].content[0]", OTHER, "auto")]
+    assert [message.text for message in body.messages] == ["Hi", "See", ""]
+
+
+def test_images_of_a_response() -> None:
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_image", "image_url": URL, "detail": "high"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": OTHER}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": URL}]},
+    ]
+    body = parse_model(ResponsesBody, RULES, orjson.dumps({"input": items}), UNKNOWN)
+    made = chat_completion(chat_fields(body, []))
+    found = [
+        ("input[0].content[0]", URL, "high"),
+        ("input[2].output[0]", OTHER, "auto"),
+        ("input[3].content[1]", URL, "auto"),
+    ]
+    assert places(made) == found
+    assert made.messages[2].role == "tool" and made.messages[3].text == "See"
+    # A later request refers to the stored conversation.
+    store = ResponseStore()
+    store.add({"id": "resp_1", "output": []}, None, input_messages(body.input))
+    later = chat_completion(chat_fields(body, store.get("resp_1").conversation()))
+    assert [url for _, url, _ in places(later)] == [URL, OTHER, URL] * 2
+    assert places(later)[0][0] == "messages[0].content[0]" and places(later)[3:] == found
+
+
+def test_images_of_anthropic_s_messages() -> None:
+    def image(data: str) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    result = {"type": "tool_result", "tool_use_id": "t", "is_error": True, "content": [TEXT, image("AAAA")]}
+    fetched = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    messages = [
+        {"role": "user", "content": [image("BBBB"), TEXT]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        {"role": "user", "content": [result, fetched]},
+    ]
+    raw = orjson.dumps({"messages": messages, "max_tokens": 1, "system": "Be brief"})
+    body = parse_model(anthropic.MessagesBody, anthropic.RULES[anthropic.MessagesBody], raw, UNKNOWN)
+    made = chat_completion(anthropic.chat_fields(body))
+    assert places(made) == [
+        ("messages[0].content[0]", "data:image/png;base64,BBBB", "auto"),
+        ("messages[2].content[0].content[1]", URL, "auto"),
+        ("messages[2].content[1]", "https://example.org/a.png", "auto"),
+    ]
+    assert [message.role for message in made.messages] == ["system", "user", "assistant", "tool", "user"]
+    assert made.messages[3].text == "Error: See"
+
+
+def test_templates_get_no_urls() -> None:
+    shown: list[object] = []
+
+    class Template:
+        has_tools = False
+
+        def render(self, messages: list[object], **_: object) -> str:
+            shown.extend(messages)
+            return ""
+
+    render_chat(Template(), chat([TEXT, {"type": "image_url", "image_url": {"url": URL}}]))  # type: ignore[arg-type]
+    assert shown == [{"role": "user", "content": [TEXT, {"type": "image"}]}]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url"}, r"\[1\] is an image without its URL"),
+        ({"type": "image_url", "image_url": {}}, "an image without its URL"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "an image without its URL"),
+        ({"type": "image_url", "image_url": {"url": URL, "detail": "fine"}}, "detail is not auto, low, high"),
+        ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio'; this server reads text and images"),
+        ({"type": "video_url", "video_url": {"url": URL}}, "a part of type 'video_url'"),
+    ],
+)
+def test_wrong_parts_are_named(part: dict[str, object], reason: str) -> None:
+    with pytest.raises(Exception, match=r"messages\[0\].content \[1\] is.*" + reason.removeprefix(r"\[1\] is ")):
+        chat([TEXT, part])
+
+
+def _pixels(url: str) -> np.ndarray:
+    return np.asarray(decode(from_base64(url.rpartition(",")[2])))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "CMYK", "I;16"])
+def test_programs_hand_over_images_of_pillow(mode: str) -> None:
+    image = picture(9, 5, mode)
+    body = _chat_body([{"role": "user", "content": [{"type": "image", "image": image}, TEXT]}], None, {})
+    [found] = body.images()
+    assert found.place == "messages[0].content[0]"
+    expected = np.asarray(image) >> 8 if mode == "I;16" else np.asarray(image.convert("RGB"))
+    assert (_pixels(found.url) == (expected[..., None] if mode == "I;16" else expected)).all()
+
+
+def test_programs_hand_over_arrays_and_urls() -> None:
+    array = np.asarray(picture(9, 5))
+    parts = [
+        {"type": "image_url", "image_url": {"url": array}},
+        {"type": "image_pil", "image_pil": Image.fromarray(array)},
+    ]
+    body = _chat_body([{"role": "user", "content": [*parts, {"type": "image", "image": URL}]}], None, {})
+    assert [(_pixels(image.url) == array).all() for image in body.images()[:2]] == [True, True]
+    assert body.images()[2].url == URL
+    native = _body(["a", "b"], None, None, False, {"image_data": [array, [Image.fromarray(array), None]]})
+    assert isinstance(native.image_data, list) and (_pixels(str(native.image_data[0])) == array).all()
+
+
+@pytest.mark.parametrize("array", [np.zeros((3, 3), np.float32), np.zeros((2, 3, 5), np.uint8), np.zeros(9, np.uint8)])
+def test_other_arrays_are_no_images(array: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"an image is an array of uint8 \[height, width, 3\], not"):
+        _body("a", None, None, False, {"image_data": array})
+    with pytest.raises(ValueError, match="set is neither JSON nor an image"):
+        _body("a", None, None, False, {"image_data": {1}})
+
+
+def test_a_large_image_comes_through_the_process_that_parses_large_bodies() -> None:
+    from fenceline.entrypoints.body_parser import _pickled, _Unpickler
+
+    noise = io.BytesIO(np.random.default_rng(0).bytes(20 << 20)).getvalue()
+    body = chat([{"type": "image_url", "image_url": {"url": data_url(noise)}}])
+    assert _Unpickler(*_pickled(body)).load() == body
