@@ -1,10 +1,12 @@
-"""The cost of --memory-check order and of the flight recorder per decode step, in the loop with the real model runner.
+"""The cost of --memory-check and of the flight recorder per decode step, in the loop with the real model runner.
 
     python benchmark/bench_memory_check.py [--running 1,16,64,256] [--prompt-len 64] [--steps 600]
 
-Only the model is replaced by one that computes nothing. The loop runs with ``order``, or only with the recorder, and
-each call into them is timed where the loop makes it, with the CPU's caches as they are there. The cost is the sum of
-the medians of a step's calls. It is compared with a step without the checker: scheduler, rings, page tables, sampler.
+Only the model is replaced by one that computes nothing. The loop runs with ``order``, with ``full``, or only with the
+recorder, and each call into them is timed where the loop makes it, with the CPU's caches as they are there. The cost is
+the sum of the medians of a step's calls. It is compared with a step without a check: scheduler, rings, page tables,
+sampler. The comparisons of ``full`` are torch's operators on a CPU; on a GPU they are kernels inside the graphs, and
+benchmark/h200/decode.py --memory-check off,order,full has their time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
 from fenceline.layers.context import Shard
 from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.mem_cache.page_tags import PageTags
 from fenceline.memory_order import Device, OrderChecker, open_device
 from fenceline.model_executor import parts
 from fenceline.model_executor.model_runner import ModelRunner
@@ -118,19 +121,21 @@ class Stopwatch:
 
 
 RECORDER = [(FlightRecorder, name) for name in ("launched", "published")]
+TAGS = [(PageTags, name) for name in ("arrays", "begin_step", "visit", "read")]
 ENTRANCES = [(Device, "declare"), *((OrderChecker, name) for name in ("begin_step", "record", "wait", "host_waited"))]
+CALLS = {"off": RECORDER, "order": ENTRANCES, "full": TAGS}
 
 
 def run(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> tuple[float, float]:
-    """The median of a decode step in microseconds, and the microseconds of its calls into the checker, or with ``off``
-    into the recorder."""
+    """The median of a decode step in microseconds, and the microseconds of its calls into what ``check`` names, with
+    ``off`` into the recorder."""
     scheduler = make_scheduler(num_running, prompt_len, num_steps, page_size, check)
     flight: InFlight | None = None
     while len(scheduler.running) < num_running:
         flight = scheduler.step(flight)
     for _ in range(8):
         flight = scheduler.step(flight)
-    watch = Stopwatch(ENTRANCES if check == "order" else RECORDER)
+    watch = Stopwatch(CALLS[check])
     watch.start()
     steps = []
     for _ in range(num_steps):
@@ -151,18 +156,17 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{'running':>8} {'step: us':>10} {'recorder: us':>13} {'share':>7} {'checker: us':>12} {'min':>6} {'max':>6}"
-    )
+    columns = ("running", "step: us", "recorder: us", "share", "order: us", "min", "max", "full: us", "min", "max")
+    print(" ".join(f"{column:>12}" for column in columns))
     for size in [int(n) for n in args.running.split(",")]:
         shape = (size, args.prompt_len, args.steps, args.page_size)
         plain = [run(*shape, "off") for _ in range(args.repeats)]
         step, recorder = (statistics.median(column) for column in zip(*plain, strict=True))
-        costs = [run(*shape, "order")[1] for _ in range(args.repeats)]
-        print(
-            f"{size:>8} {step:>10.1f} {recorder:>13.2f} {recorder / step:>7.2%} {statistics.median(costs):>12.1f} "
-            f"{min(costs):>6.1f} {max(costs):>6.1f}"
-        )
+        figures = [f"{step:.1f}", f"{recorder:.2f}", f"{recorder / step:.2%}"]
+        for check in ("order", "full"):
+            costs = [run(*shape, check)[1] for _ in range(args.repeats)]
+            figures += [f"{cost:.1f}" for cost in (statistics.median(costs), min(costs), max(costs))]
+        print(" ".join(f"{figure:>12}" for figure in (str(size), *figures)))
 
 
 if __name__ == "__main__":

@@ -175,6 +175,8 @@ class PageTags:
     def read(self, findings: I32) -> tuple[PageFinding, ...]:
         """The findings that a step's results carry, oldest first."""
         num = min(int(findings[0, 0]), MAX_FINDINGS)
+        if not num:
+            return ()
         return tuple([self._finding(fields.tolist()) for fields in findings[1 : 1 + num]])
 
     def _finding(self, fields: list[int]) -> PageFinding:
