@@ -325,7 +325,8 @@ class StorageTier:
             return None
         tokens = token_ids[: num_whole + lookahead]
         first = num_known // self._page_size
-        keys = page_keys(self._root_key(extra_key), tokens, self._page_size, lookahead)[first:]
+        root = self._root_key(extra_key)
+        keys = page_keys(root, tokens, self._page_size, lookahead, self._tree.images)[first:]
         self._num_prefetches += 1
         op = Prefetch(self._num_prefetches, keys)
         self._wanted[op.handle] = _Wanted(op, tokens, first, extra_key, self._num_forgotten)

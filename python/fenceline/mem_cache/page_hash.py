@@ -3,7 +3,8 @@
 ``key_i = sha256(key_{i-1} | tokens of page i)`` and ``key_{-1} = sha256(fingerprint | extra_key)``: a key names the
 whole prefix that ends with its page, and the model, format and shard that computed it. Where a page's bytes depend on
 tokens behind it (``RadixCache``: lookahead), these follow the page's own. Both parts of a link have a fixed length, so
-different prefixes cannot run into the same text.
+different prefixes cannot run into the same text. Where a page has tokens of images, their digests follow, and the
+tokens say how many.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
+from fenceline.mem_cache.image_keys import ImageKeys
 
 PageKey = bytes
 KEY_NBYTES = 32
@@ -82,17 +84,26 @@ class PageRoots:
 
 
 def page_keys(
-    parent: PageKey, token_ids: NDArray[np.integer[Any]], page_size: int, lookahead: int = 0
+    parent: PageKey,
+    token_ids: NDArray[np.integer[Any]],
+    page_size: int,
+    lookahead: int = 0,
+    images: ImageKeys | None = None,
 ) -> list[PageKey]:
     """The keys of the whole pages of ``token_ids`` [n] behind which ``lookahead`` tokens are known; any integer dtype
     with values of int32; the tail is ignored. ``parent``: the key of the page before them, or
-    ``PageFingerprint.root_key``. About 0.5 us a page."""
+    ``PageFingerprint.root_key``. ``images`` knows the images for which numbers below zero stand. About 0.5 us a
+    page."""
     assert len(parent) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(parent)}"
     assert token_ids.ndim == 1, f"token_ids must be a vector, got {token_ids.ndim} dimensions"
     num_pages = max(len(token_ids) - lookahead, 0) // page_size
     if token_ids.size and token_ids.dtype != np.int32:
         fits = _INT32.min <= int(token_ids.min()) and int(token_ids.max()) <= _INT32.max
         assert fits, "a token id that does not fit int32 would share its key with another"
+    if images is not None and token_ids.size and int(token_ids.min()) < 0:
+        starts = range(0, num_pages * page_size, page_size)
+        parts = [images.page_bytes(token_ids[start : start + page_size + lookahead]) for start in starts]
+        return [parent := hashlib.sha256(parent + part).digest() for part in parts]
     data = token_ids.astype("<i4").tobytes()
     keys: list[PageKey] = []
     for start in range(0, 4 * num_pages * page_size, 4 * page_size):

@@ -256,7 +256,7 @@ class HiRadixCache(RadixCache):
             if part.keys is None:
                 if before is None:
                     before = self._root_key(self.namespace(part))
-                part.keys = page_keys(before, part.tokens, self.page_size, self.lookahead)
+                part.keys = page_keys(before, part.tokens, self.page_size, self.lookahead, self.images)
             before = part.keys[-1]
         return list(node.keys or ())
 

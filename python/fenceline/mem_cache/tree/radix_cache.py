@@ -38,6 +38,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.mem_cache.image_keys import ImageKeys
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
@@ -249,6 +250,8 @@ class RadixCache:
         self.page_size = page_size
         self.lookahead = lookahead
         self.disabled = disabled
+        self.images = ImageKeys()
+        """What stands for the tokens of images in the keys that the methods call token ids."""
         self._pool = pages
         self._clock = 0
         # Of nodes: how many were made, also by splits (while this does not change, no match has become longer), and are
