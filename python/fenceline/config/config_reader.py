@@ -30,9 +30,10 @@ _NO_EFFECT = frozenset(
         "chunk_size_feed_forward", "tie_last_hidden_states", "_attn_implementation", "attn_implementation",
         "_experts_implementation", "experts_implementation", "cache_implementation", "use_flash_attention",
         "torchscript", "fuse_rms_norm", "is_decoder",
-        # They are for classifiers, encoders and images, of which nothing is computed here.
+        # They are for classifiers and encoders, of which nothing is computed here, and for towers (config/vision.py).
         "id2label", "label2id", "problem_type", "num_labels", "vision_config", "mm_tokens_per_image",
         "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id", "boi_token_id", "eoi_token_id",
+        "vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id",
         # They are ids of tokens and defaults of sampling; generation_config.json and the request say them.
         "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "bos_token_id", "eos_token_id",
         "temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens",

@@ -61,6 +61,7 @@ _MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
 _PREFILL_MAX_REQUESTS: dict[str, int | None] = {"cpu": 8, "cuda": None}
 # How much memory the page table (request rows x pages of the longest context, int32) may take by default.
 _ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_LEAST_EMBEDDING_ROWS = 8192
 _ON_ANY_DEVICE = "torch"
 _IN_FIXED_ORDER = "triton"  # the backend for GPUs that can add up in an order that only positions determine
 _ATTENTION_BACKENDS = (
@@ -133,6 +134,7 @@ class EngineConfig:
     cuda_graph_bs: tuple[int, ...]  # batch sizes to capture for decode, ascending; empty: none
     piecewise_cuda_graph_tokens: tuple[int, ...]  # the same for prefill, in tokens
     random_seed: int
+    num_embedding_rows: int = 0  # of the pool of images' embeddings; 0 for a model without a tower
     replica: int = 0  # which one of --dp-size the processes belong to that get this configuration
     images: ImageRules | None = None  # None for a model that reads text only
 
@@ -240,11 +242,19 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
         piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, model, chunk or max_prefill_tokens),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
+        num_embedding_rows=_num_embedding_rows(model),
         log_level_http=args.log_level_http or args.log_level,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
         torch_profiler_dir=_torch_profiler_dir(args),
         cuda_coredump_dir=core_dump_dir(args.cuda_coredump_dir),
     )
+
+
+def _num_embedding_rows(model: ModelConfig) -> int:
+    """Two of the largest images that fit into a prompt, or many small ones."""
+    if model.vision is None:
+        return 0
+    return max(2 * min(model.vision.images.most_tokens, model.context_length), _LEAST_EMBEDDING_ROWS)
 
 
 def _with_keys_of_environment(args: ServerArgs) -> ServerArgs:

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
 from fenceline.config.quantization import QuantConfig
+from fenceline.config.vision import VisionConfig, qwen2_5_vl
 
 _MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
 
@@ -447,7 +449,9 @@ class Family:
     ``soft_caps``: the defaults of the soft caps of attention scores and of logits, 0 for none; None: the family has no
     such entry. ``local_theta``: layers with a window have their own rope_theta, with this default; 0: that of the other
     layers. ``switches`` are entries, true or false, that the family's function in models/families.py reads.
-    ``computed`` has entries of which only these values are computed; others are refused, except for null.
+    ``computed`` has entries of which only these values are computed; others are refused, except for null. ``vision``
+    returns the tower of a model that reads images, from the whole config.json and the model's directory; None: a model
+    of the family reads texts alone.
     """
 
     head_dim: int | None = None
@@ -474,6 +478,7 @@ class Family:
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
     latent: Callable[[ConfigReader], LatentConfig] | None = None
     indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
+    vision: Callable[[Mapping[str, object], Path], VisionConfig] | None = None
 
 
 _ERNIE_4_5 = Family(
@@ -622,6 +627,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, partial_rotary=1.0, windows=_plain_windows),
         "Qwen2ForCausalLM": Family(windows=_qwen_windows),
+        "Qwen2_5_VLForConditionalGeneration": Family(
+            rope_theta=1e6, text_defaults={}, windows=_qwen_windows, vision=qwen2_5_vl
+        ),
         "Qwen2MoeForCausalLM": Family(
             windows=_qwen2_moe_windows, switches=("qkv_bias",), experts=partial(_qwen_experts, shared_size=5632)
         ),

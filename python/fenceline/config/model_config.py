@@ -15,6 +15,7 @@ from fenceline.config.families import FAMILIES, ExpertsConfig, Family, IndexerCo
 from fenceline.config.kv_layout import KVRow, index_keys, keys_and_values, latent
 from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
+from fenceline.config.vision import VisionConfig
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
@@ -56,7 +57,9 @@ class ModelConfig:
     ``RotaryEmbedding``. ``unrotated_layers`` have no position embedding. ``quantization`` is the number format of the
     linear layers; None: ``dtype``. ``experts`` is None for dense models. ``latent`` is None for models whose layers
     keep keys and values; otherwise all heads share one row, which counts as one key/value head, and ``head_dim`` is
-    that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected.
+    that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected. ``vision``
+    is the tower of a model that reads images; None: it reads texts alone. ``rope_sections`` are the numbers of rotated
+    pairs that turn by a token's place in time, by its row and by its column; empty: positions have one axis.
     """
 
     model_path: str
@@ -97,6 +100,8 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     indexer: IndexerConfig | None = None
+    vision: VisionConfig | None = None
+    rope_sections: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -193,6 +198,7 @@ class ModelConfig:
         generation = read_optional(directory / "generation_config.json")
         architecture = _architecture(plain)
         family = FAMILIES[architecture]
+        vision = None if family.vision is None else family.vision(plain, directory)
         plain = _of_text(plain, family)
         hf = Entries(plain)
         reader = ConfigReader(hf)
@@ -270,6 +276,8 @@ class ModelConfig:
             experts=_experts(family, reader, num_layers, experts_format),
             latent=sizes,
             indexer=indexer,
+            vision=vision,
+            rope_sections=() if vision is None else _rope_sections(hf, int(rotary_dim * partial_rotary)),
             sampling_defaults=_sampling_defaults(generation),
             hf_config=plain,
         )
@@ -520,6 +528,8 @@ def parse_rope(
     if theta <= 1.0:
         raise ConfigError(f"config.json: rope_theta must be above 1, got {theta:g}")
     rope_type = str(raw.get("rope_type") or raw.get("type") or "default")
+    if rope_type == "mrope" and raw.get("mrope_section") is not None:
+        rope_type = "default"  # the first files of models that read images; the sections are what it means
     if rope_type in ("su", "yarn") and raw.get("long_factor") is not None:
         rope_type = "longrope"  # the first Phi-3 files have the rule under these names
     if rope_type not in SUPPORTED_ROPE_TYPES or (rope_type == "dynamic" and raw.get("alpha") is not None):
@@ -604,6 +614,18 @@ def _check_divisors(scaling: RopeScaling | None, rotated: int) -> None:
             raise ConfigError(
                 f"config.json: {key} has {length} numbers, heads of {rotated} rotated features need {rotated // 2}"
             )
+
+
+def _rope_sections(hf: Mapping[str, object], rotated: int) -> tuple[int, ...]:
+    """``ModelConfig.rope_sections`` of a model that rotates so many features of a head."""
+    raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    sections = ConfigReader(raw if isinstance(raw, Mapping) else {}).numbers("mrope_section")
+    if sections and (len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != rotated):
+        raise ConfigError(
+            f"config.json: mrope_section {list(sections)} must be three numbers whose sum is {rotated // 2}, the pairs"
+            " of a head that rotate"
+        )
+    return sections
 
 
 def scaled_context_length(max_position_embeddings: int, scaling: RopeScaling | None) -> int:

@@ -48,6 +48,22 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return np.frombuffer(self.pixels, dtype=np.uint8).reshape(self.height, self.width, 3)
 
 
+def misplaced(prompt_ids: npt.NDArray[np.int32], images: Sequence[ImageInput], placeholder: int, factor: int) -> str:
+    """Why ``images`` cannot have their places in a prompt, whose tokens ``placeholder`` stand for squares of ``factor``
+    x ``factor`` pixels; empty if they can."""
+    end = 0
+    for number, image in enumerate(images):
+        fits = (image.height, image.width) == (image.grid[0] * factor, image.grid[1] * factor)
+        if not fits or len(image.pixels) != 3 * image.height * image.width or len(image.digest) != DIGEST_NBYTES:
+            return f"image {number} was not prepared for this model"
+        if image.offset < end or image.end > len(prompt_ids) or image.num_tokens < 1:
+            return f"image {number} has no place in the prompt"
+        if bool((prompt_ids[image.offset : image.end] != placeholder).any()):
+            return f"image {number} is not where the prompt has its tokens"
+        end = image.end
+    return ""
+
+
 def expand_placeholders(
     token_ids: Sequence[int], images: Iterable[ImageInput], placeholder: int
 ) -> tuple[IdArray, tuple[ImageInput, ...]]:

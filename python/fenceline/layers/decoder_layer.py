@@ -243,8 +243,9 @@ class SelfAttention(TokenMixer):
         if batch.layer_ready is not None:
             # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(layer_id)
+        table = self._rotary.table if batch.angles is None else batch.angles
         self._kernels.rotate_and_store(
-            qkv, self.heads, self._norms, self._rotary.table, batch.positions[0],
+            qkv, self.heads, self._norms, table, batch.positions[0],
             pool.row(layer_id, "k"), pool.row(layer_id, "v"), batch.out_slots, self._kv_scales,
         )  # fmt: skip
         return qkv

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fenceline.mem_cache.kv_pool import KVPool
 
 
+SINK_ROW = 0  # of the rows of image embeddings: no image has it
+
+
 class ForwardMode(Enum):
     """What a step computes. ``EXTEND``: new prompt tokens, after a cached prefix if there is one. ``DECODE``: one token
     for each request. ``VERIFY``: a few tokens for each request, which form a chain or a tree; only the device knows the
@@ -177,6 +180,20 @@ class PieceBuffers:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Where tokens of a step take the embeddings of images in place of their own. ``rows`` [T] int64: a token's row of
+    ``embeddings`` [num_rows, at least hidden_size], or the sink's for a token that keeps its own."""
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+
+    def merged(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size], the embeddings of all tokens, with those of images in their places."""
+        taken = self.embeddings.index_select(0, self.rows)[:, : x.shape[1]]
+        return torch.where((self.rows == SINK_ROW).unsqueeze(1), x, taken)
+
+
+@dataclass(frozen=True, slots=True)
 class AuxHiddenStates:
     """The residual stream before chosen layers, concatenated, for draft models that read it (EAGLE-3). In a model with
     n layers, layer n stands for the output of the last one. A layer may be named twice."""
@@ -199,8 +216,8 @@ class ForwardBatch:
 
     mode: ForwardMode
     input_ids: torch.Tensor  # [T] int64
-    # Of each axis [T] int64: the positions of the tokens in their requests. Text has one axis. Several may be the same
-    # tensor.
+    # Of each axis [T] int64: the positions of the tokens in their requests. Text has one axis. Prompts with images have
+    # three in a model with ``rope_sections``. If there are ``angles``, the tokens' rows of these.
     positions: tuple[torch.Tensor, ...]
     out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
@@ -213,6 +230,10 @@ class ForwardBatch:
     layer_ready: Callable[[int], None] | None = None
     # [T, hidden_size]: embeddings in place of those of ``input_ids``, which then say nothing. None: those of the ids.
     input_embeds: torch.Tensor | None = None
+    # Where tokens take embeddings of images. None: the step has no such tokens.
+    images: ImageRows | None = None
+    # [T, 3 * head_dim / 2] float32, rows as in the table of a RotaryEmbedding, in place of that table. None: the table.
+    angles: torch.Tensor | None = None
     # If the forward is cut into pieces at attention, the pieces hand on their results in these. None: the forward runs
     # as a whole and allocates these tensors.
     buffers: PieceBuffers | None = None

@@ -7,12 +7,16 @@ trained with those roundings.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 
 from fenceline.config.model_config import ModelConfig, RopeScaling
+from fenceline.layers.forward_batch import ForwardBatch
 
 _MAX_STEP_ROWS = 64  # most tokens of a request in one speculative step
 
@@ -29,12 +33,13 @@ class RotaryEmbedding:
         scaling: RopeScaling | None = None,
         partial: float = 1.0,
         interleaved: bool = False,
+        sections: Sequence[int] = (),
     ) -> None:
         """``partial``: only this fraction of a head's features, from the first on, is rotated. ``interleaved``: the two
         features of a pair are adjacent in the checkpoint. Here the features of a pair always lie half a head apart, and
         features that are not rotated have angles of zero. ``order`` lists which of the checkpoint's features each of
         ours is, None if all keep their places. Reordering does not change attention scores, because queries and keys
-        are reordered in the same way."""
+        are reordered in the same way. ``sections``: see ``ModelConfig.rope_sections``."""
         rotated = int(head_dim * partial)
         inv_freq, attention_factor = inverse_frequencies(rotated, theta, scaling, max_positions)
         positions = torch.arange(max_positions + _MAX_STEP_ROWS, dtype=torch.float32, device="cpu")
@@ -46,8 +51,25 @@ class RotaryEmbedding:
         # [positions, 3 * head_dim / 2]: cos twice, because it multiplies the whole head at once, then sin.
         self.table = torch.cat((cos, cos, sin), dim=-1).to(torch.get_default_device())
         self.order = _order(head_dim, rotated, interleaved)
+        axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+        for axis, (first, end) in enumerate(pairwise(accumulate(sections, initial=0))):
+            axes[first:end] = axis
+        self._axes = axes.repeat(3)  # which axis each column of the table turns by
         self.local = self
         """The table for layers with a sliding window, which in some families have other angles."""
+
+    def angles(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows [T, 3 * head_dim / 2] float32 of tokens at ``positions``, one for each axis [T] int64: each column
+        is that of the table at the position in the column's axis."""
+        by_column = torch.stack(tuple(positions)).index_select(0, self._axes)
+        return self.table.gather(0, by_column.t())
+
+    def placed(self, batch: ForwardBatch) -> ForwardBatch:
+        """``batch`` as layers read it: with ``angles`` if its positions have several axes."""
+        if len(batch.positions) == 1:
+            return batch
+        rows = torch.arange(batch.num_tokens, device=self.table.device)
+        return replace(batch, positions=(rows,), angles=self.angles(batch.positions))
 
     @cached_property
     def without_rotation(self) -> RotaryEmbedding:
@@ -64,7 +86,8 @@ def make_rotary(config: ModelConfig) -> RotaryEmbedding:
 
     def make(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
         partial, interleaved = config.partial_rotary_factor, config.rope_interleaved
-        return RotaryEmbedding(config.rotary_dim, config.context_length, theta, scaling, partial, interleaved)
+        limit, sections = config.context_length, config.rope_sections
+        return RotaryEmbedding(config.rotary_dim, limit, theta, scaling, partial, interleaved, sections)
 
     rotary = make(config.rope_theta, config.rope_scaling)
     if config.local_rope is not None:

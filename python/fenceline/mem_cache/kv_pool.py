@@ -81,20 +81,42 @@ class ReqPool:
     what makes a row safe to hand to another request while its former owner's last step is still in flight (F13).
 
     ``page_table`` [num_rows, max_pages_per_req] int32 and ``last_tokens`` [num_rows] int64 are on the
-    device. ``rows`` says who owns which row.
+    device. ``rows`` says who owns which row. ``position_deltas`` [num_rows] int64 says how far positions behind a
+    prompt are from the tokens' places, where images may move them; None: nowhere. Every prefill step of a request
+    writes its delta.
     """
 
-    def __init__(self, num_rows: int, max_pages_per_req: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_pages_per_req: int, device: torch.device, moves_positions: bool = False
+    ) -> None:
         self.num_rows = num_rows
         self.max_pages_per_req = max_pages_per_req
         self.rows = LeasePool("request rows", num_rows, reserved=1)
         # Zeros name the sink page, so an entry that has not been written never names live KV.
         self.page_table = torch.zeros((num_rows, max_pages_per_req), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.position_deltas = torch.zeros_like(self.last_tokens) if moves_positions else None
+
+    def positions(self, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The positions of tokens behind the prompts of the first B of ``rows``, at ``places`` [B, ...] int64; these
+        themselves where positions are never moved. A place before a request's first token is 0, and so is its
+        position."""
+        if self.position_deltas is None:
+            return places
+        deltas = self.position_deltas.index_select(0, rows[: len(places)])
+        return (places + deltas.view(-1, *[1] * (places.dim() - 1))).clamp_(min=0)
 
     def write_pages(self, rows: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
         """``page_table[rows, columns] = pages``; all [N], int64 but pages int32. Call on FORWARD only."""
         self.page_table.index_put_((rows, columns), pages)
+
+
+class EmbeddingPool:
+    """Embeddings of images: ``rows`` [num_rows, width], written and read on FORWARD alone. Row 0 is the sink, which
+    tokens without an image name. The scheduler says which image has which rows (``scheduler/image_cache.py``)."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = _zeros((num_rows, width), dtype, device)
 
 
 def _allocate(

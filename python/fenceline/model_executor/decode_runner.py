@@ -188,8 +188,8 @@ class DecodeRunner(GraphRunner):
     def addresses(self) -> Sequence[int]:
         pool = self._kv_pool
         tensors = (self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), self._rows)
-        masks = () if self._masks is None else (self._masks,)
-        return [tensor.data_ptr() for tensor in (*tensors, *masks)]
+        others = (self._masks, self._req_pool.position_deltas)
+        return [tensor.data_ptr() for tensor in (*tensors, *others) if tensor is not None]
 
     # --- a batch -------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class DecodeRunner(GraphRunner):
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
             input_ids=self._input_ids[:size],
-            positions=(self._positions[:size],),
+            positions=(self._req_pool.positions(self._positions[:size], self._rows),),
             out_slots=self._out_slots[:size],
             logits_index=None,
             attn=attn,

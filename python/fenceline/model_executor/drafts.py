@@ -152,8 +152,10 @@ class DraftParts:
         logits_index: Tensor | None = None,
         aux: AuxHiddenStates | None = None,
     ) -> ForwardBatch:
-        """A batch of these rows, whose attention is planned by ``plan``."""
+        """A batch of these rows, whose attention is planned by ``plan``. The first axis of all is that of the step's
+        requests; ``positions`` are the rows' places among their request's tokens."""
         plan.prepare()
+        positions = self.req_pool.positions(positions, self.arena["plan_rows"])
         return ForwardBatch(
             mode=ForwardMode.VERIFY,
             input_ids=ids.flatten().contiguous(),
@@ -368,7 +370,7 @@ class LayerDraft(HiddenDraft):
     def after_prefill(self, extended: Extended, next_tokens: Tensor, sampling: SamplingBatch | None) -> None:
         parts, state, views, ends = self.parts, self.parts.state, extended.views, _ends(extended, next_tokens)
         rows, lens = views["sample_rows"], views["sample_positions"] + 1
-        positions, hidden = extended.batch.positions[0], self._target_hidden(extended)
+        positions, hidden = views["positions"], self._target_hidden(extended)
         ids_by_layer = views["draft_ids"].view(self.num_layers, -1)
         following = [next_tokens]  # the tokens after the complete prompts: the drawn one, then proposed ones
         for layer in range(self.num_layers):
@@ -482,7 +484,13 @@ def _ends(extended: Extended, next_tokens: Tensor) -> Tensor:
 def _own(extended: Extended, ids: Tensor, logits_index: Tensor) -> ForwardBatch:
     """The target's batch with the ids from which a layer of the draft is computed."""
     return replace(
-        extended.batch, input_ids=ids, logits_index=logits_index, logits_out=None, aux_hidden=None, layer_ready=None
+        extended.batch,
+        input_ids=ids,
+        logits_index=logits_index,
+        logits_out=None,
+        aux_hidden=None,
+        layer_ready=None,
+        images=None,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.forward_batch import SINK_ROW, AttentionInputs, ForwardBatch, ForwardMode, ImageRows
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order.edges import StreamName
@@ -26,6 +26,7 @@ from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGr
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import Chunk, StepBatch, concatenated
 from fenceline.model_executor.step_accesses import EXTEND_STEP
+from fenceline.models.vision import VisionTower
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 
@@ -45,10 +46,13 @@ class ExtendRunner:
         self._parts = parts
         self._speculative = speculative
         self._hicache = hicache
+        self._vision = parts.model.vision
 
     def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`."""
         arrays = _extend_arrays(batch)
+        if self._vision is not None:
+            arrays |= _image_arrays(batch, self._vision, self._parts.req_pool.position_deltas is not None)
         if self._hicache is not None and batch.loads:
             divided = self._hicache.divided(batch.loads)
             if len(divided):
@@ -63,18 +67,20 @@ class ExtendRunner:
         speculative = self._speculative
         attention = _extend_attention(batch, views, self._parts.req_pool.page_table)
         self._begin_penalties(batch, views)
+        self._encode(batch, views)
         if not batch.loads:
             self._visit_pages(views, When.BEFORE)
         forward_batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=views["input_ids"],
-            positions=(views["positions"],),
+            positions=tuple(views["axes"]) if "axes" in views else (views["positions"],),
             out_slots=views["out_slots"],
             logits_index=views["logits_index"],
             attn=self._parts.attention.prefill.plan(attention),
             kv_pool=self._parts.kv_pool,
             layer_ready=self._layer_ready(batch, views) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
+            images=self._image_rows(views),
         )
         layers = self.graphs or self._parts.model
         x = layers.hidden_states(forward_batch)
@@ -105,6 +111,24 @@ class ExtendRunner:
             prompt_logprobs=prompts,
             extended=extended,
         )
+
+    def _encode(self, batch: StepBatch, views: Views) -> None:
+        """Write the deltas of the step's requests, and the embeddings of its new images, one after the other."""
+        if "position_deltas" in views:
+            deltas = self._parts.req_pool.position_deltas
+            assert deltas is not None, "only a model whose images move positions has deltas"
+            deltas.index_copy_(0, views["rows"], views["position_deltas"])
+        for index, encode in enumerate(batch.encodes):
+            assert self._vision is not None and self._parts.embeddings is not None, "there is a tower"
+            windows = self._vision.order(encode.image.grid).windows
+            embedded = self._vision.forward(views[f"pixels_{index}"], views[f"patches_{index}"], windows)
+            self._parts.embeddings.rows.index_copy_(0, views[f"embedding_rows_{index}"], embedded)
+
+    def _image_rows(self, views: Views) -> ImageRows | None:
+        if "image_rows" not in views:
+            return None
+        assert self._parts.embeddings is not None, "a model with a tower has a pool"
+        return ImageRows(views["image_rows"], self._parts.embeddings.rows)
 
     def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:
         """``--memory-check full``: compare the tags of the pages of the step's requests."""
@@ -183,6 +207,32 @@ def _extend_arrays(batch: StepBatch) -> Arrays:
         if chunk.history is not None:
             arrays[f"history_prompt_{i}"], arrays[f"history_output_{i}"] = chunk.history
     return arrays | sampling_arrays(batch.sampling)
+
+
+def _image_arrays(batch: StepBatch, vision: VisionTower, moves_positions: bool) -> Arrays:
+    """The host inputs of a step of a model with a tower that others do not have. ``moves_positions``: images may move
+    the positions of the tokens behind them."""
+    arrays: Arrays = {}
+    chunks = batch.chunks
+    if any(chunk.image_rows is not None for chunk in chunks):
+        arrays["image_rows"] = concatenated(
+            [np.full(len(one.token_ids), SINK_ROW) if one.image_rows is None else one.image_rows for one in chunks]
+        )
+    if moves_positions:
+        arrays["position_deltas"] = np.array([chunk.position_delta for chunk in chunks], dtype=np.int64)
+    if any(chunk.axes is not None for chunk in chunks):
+        bounds = zip(batch.starts.tolist(), batch.seq_lens.tolist(), chunks, strict=True)
+        axes = [
+            np.tile(np.arange(first, end, dtype=np.int64), (3, 1)) if one.axes is None else one.axes
+            for first, end, one in bounds
+        ]
+        arrays["axes"] = np.concatenate(axes, axis=1)
+    for index, encode in enumerate(batch.encodes):
+        order = vision.order(encode.image.grid)
+        arrays[f"pixels_{index}"] = encode.image.array()
+        arrays[f"patches_{index}"] = order.patches
+        arrays[f"embedding_rows_{index}"] = encode.rows[order.embeddings]
+    return arrays
 
 
 def _prompt_targets(chunk: Chunk) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ from fenceline.layers.attention.backends import AttentionBackends, AttentionSett
 from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.host.host_pool import available_host_bytes
-from fenceline.mem_cache.kv_pool import KVPool, ReqPool, check_row_bytes, num_kv_pages
+from fenceline.mem_cache.kv_pool import EmbeddingPool, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.page_tags import PageTags
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases, selecting
@@ -58,9 +58,10 @@ def room_for(what: str, otherwise: str) -> Iterator[None]:
 class Parts:
     """What the runners of one device work with. ``draft``: None without speculation. ``largest``: the shape of the
     deepest decode steps. ``sampler`` draws tokens; ``rank_sampler`` is the same if several ranks draw together, else
-    None. ``masks``: None if grammars are refused. ``accesses`` declares how a step uses the memory of ``req_pool`` and
-    ``kv_pool``. ``draft_attention``: that of the draft's layers, the same as ``attention`` where the heads are alike
-    and no flag wants another, or if there is no draft. ``page_tags``: None without ``--memory-check full``."""
+    None. ``masks``: None if grammars are refused. ``embeddings``: of images, None without a tower. ``accesses``
+    declares how a step uses the memory of ``req_pool`` and ``kv_pool``. ``draft_attention``: that of the draft's
+    layers, the same as ``attention`` where the heads are alike and no flag wants another, or if there is no draft.
+    ``page_tags``: None without ``--memory-check full``."""
 
     config: EngineConfig
     device: Device
@@ -71,6 +72,7 @@ class Parts:
     rank_sampler: RankSampler | None
     masks: MaskTable | None
     req_pool: ReqPool
+    embeddings: EmbeddingPool | None
     kv_pool: KVPool
     pages: LeasePool
     accesses: StepAccesses
@@ -91,7 +93,13 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     max_tokens_per_req = config.model.context_length + largest.num_slots - 1
     max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
     check_row_bytes(config, device, num_rows, max_pages_per_req)
-    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
+    moves_positions = bool(config.model.rope_sections)
+    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device, moves_positions)
+    embeddings = None
+    if model.vision is not None:
+        size = config.num_embedding_rows + 1, model.vision.width
+        embeddings = EmbeddingPool(*size, model.context.dtype, device.torch_device)
+        device.name_rows(embeddings.rows, "image_embeddings")
     layout = config.kv_layout
     num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
     with device.forward.active():
@@ -105,12 +113,14 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     device.name_rows(req_pool.last_tokens, "req_pool.last_tokens")
     with phase("Prepared attention", "preparing attention; the first start compiles kernels"):
         attention, draft_attention = _prepare_attention(config, device, model, draft, kv_pool)
-    accesses = StepAccesses(kv_pool, req_pool)
+    if req_pool.position_deltas is not None:
+        device.name_rows(req_pool.position_deltas, "req_pool.position_deltas")
+    accesses = StepAccesses(kv_pool, req_pool, embeddings)
     is_full = config.server_args.memory_check == "full"
     page_tags = PageTags(device, kv_pool, req_pool, pages) if is_full else None
     return Parts(
         config, device, model, draft, largest, sampler, rank_sampler, masks,
-        req_pool, kv_pool, pages, accesses, attention, draft_attention, page_tags,
+        req_pool, embeddings, kv_pool, pages, accesses, attention, draft_attention, page_tags,
     )  # fmt: skip
 
 

@@ -21,7 +21,14 @@ from functools import partial
 
 import torch
 
-from fenceline.layers.forward_batch import AttentionPlan, AuxHiddenStates, ForwardBatch, ForwardMode, PieceBuffers
+from fenceline.layers.forward_batch import (
+    AttentionPlan,
+    AuxHiddenStates,
+    ForwardBatch,
+    ForwardMode,
+    ImageRows,
+    PieceBuffers,
+)
 from fenceline.memory_order import Arena, ArenaField, Graph, GraphPool, Role
 from fenceline.memory_order.edges import SINK
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
@@ -54,21 +61,27 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._compares = False
         self._captured: dict[int, _Captured] = {}
         self._aux_layers = aux_layers
+        self._embeddings = None if parts.embeddings is None else parts.embeddings.rows
+        self._has_axes = bool(model.config.rope_sections)
         self.arena = Arena(device, "prefill", sizes[-1], (*self._plan_fields(), *model.arena_fields()))
         self._outputs = [f.name for f in self.arena.fields.values() if f.role is Role.OUTPUT]
         self._inputs = [f.name for f in self.arena.fields.values() if f.role is Role.INPUT]
 
     def _plan_fields(self) -> Sequence[ArenaField]:
         aux = (len(self._aux_layers) * self._model.config.hidden_size,)
+        angles = self._model.rotary.table.shape[1:]
         return (
             ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
             ArenaField("positions", torch.int64, Role.PLAN, pad=0),
             ArenaField("out_slots", torch.int64, Role.PLAN, pad=SINK),
+            *([ArenaField("image_rows", torch.int64, Role.PLAN, pad=SINK)] if self._embeddings is not None else ()),
+            *([ArenaField("angles", torch.float32, Role.PLAN, pad=0, shape=angles)] if self._has_axes else ()),
             *([ArenaField(_AUX, self._model.context.dtype, Role.OUTPUT, pad=0, shape=aux)] if self._aux_layers else ()),
         )
 
     def addresses(self) -> Sequence[int]:
-        return [row.data_ptr() for row in self._kv_pool.rows[0].values()]
+        embeddings = () if self._embeddings is None else (self._embeddings,)
+        return [tensor.data_ptr() for tensor in (*self._kv_pool.rows[0].values(), *embeddings)]
 
     def capture(self, show_progress: bool) -> None:
         """Capture every size, and replay each graph once. Waits for the device."""
@@ -97,8 +110,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         size = self.size_for(num_tokens)
         if size is None or not self.fits():
             return self._model.hidden_states(batch)
-        sources = {"input_ids": batch.input_ids, "positions": batch.positions[0], "out_slots": batch.out_slots}
-        self.arena.fill(sources, num_tokens, max(size, num_tokens))
+        self.arena.fill(self._sources(batch), num_tokens, max(size, num_tokens))
         outputs = self.arena.begin_replay()
         tensors = {name: outputs.take(name, num_tokens) for name in (*self._outputs, *self._inputs)}
         batch = replace(batch, buffers=PieceBuffers(tensors))
@@ -110,6 +122,19 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         if batch.aux_hidden is not None:
             batch.aux_hidden.out.copy_(tensors[_AUX])
         return tensors["hidden"]
+
+    def _sources(self, batch: ForwardBatch) -> Mapping[str, torch.Tensor]:
+        """The values of the PLAN fields for ``batch``."""
+        sources = {"input_ids": batch.input_ids, "positions": batch.positions[0], "out_slots": batch.out_slots}
+        if self._embeddings is not None:
+            images = batch.images
+            sources["image_rows"] = torch.zeros_like(batch.input_ids) if images is None else images.rows
+        if self._has_axes:
+            in_all = batch.positions if len(batch.positions) > 1 else batch.positions * 3
+            placed = self._model.rotary.placed(replace(batch, positions=in_all))
+            assert placed.angles is not None, "positions have several axes"
+            sources |= {"positions": placed.positions[0], "angles": placed.angles}
+        return sources
 
     def begin_serving(self) -> None:
         """From now on count steps and, with ``--debug-cuda-graph``, compare them. Steps of the warm-up cannot be
@@ -151,6 +176,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
             attn=_NoAttention(),
             kv_pool=self._kv_pool,
             buffers=PieceBuffers(rows),
+            images=None if self._embeddings is None else ImageRows(rows["image_rows"], self._embeddings),
+            angles=rows.get("angles"),
             aux_hidden=AuxHiddenStates(self._aux_layers, rows[_AUX]) if self._aux_layers else None,
         )
         return [partial(self._model.run_piece, index, batch) for index in range(self._model.num_layers + 1)]

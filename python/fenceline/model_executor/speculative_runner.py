@@ -131,9 +131,9 @@ class SpeculativeRunner(GraphRunner):
         pool, state = self._parts.kv_pool, self.state
         tensors = (
             self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), state.lens,
-            state.hidden,
+            state.hidden, self._req_pool.position_deltas,
         )  # fmt: skip
-        return [tensor.data_ptr() for tensor in tensors]
+        return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
     # --- a batch
 

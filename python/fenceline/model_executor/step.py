@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.images.image_input import ImageInput
 from fenceline.mem_cache.hicache import Transfers
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.page_tags import PageFinding
@@ -68,7 +69,12 @@ class Chunk:
     where their KV goes. ``following``: the prompt's tokens after the chunk that the step reads: at most one, or with a
     draft ``DraftConfig.lookahead``. ``scored``: the offsets in the chunk whose logits score a prompt token, which is
     the next one; ``top_logprobs`` and ``token_ids_logprob`` say which further logprobs are wanted there. ``history``
-    (prompt ids, output ids) is given if the request has penalties and samples its first token in this step."""
+    (prompt ids, output ids) is given if the request has penalties and samples its first token in this step.
+
+    Of a prompt with images: ``image_rows`` [T] has for each token of one the row of its embedding in the device's pool,
+    and the sink's for all others; None: the chunk has no such tokens. ``axes`` [3, T] are the tokens' positions where
+    these have three axes; None: all three are the token's place in the prompt. ``position_delta`` is how far positions
+    behind the prompt are from the tokens' places."""
 
     token_ids: I64
     out_slots: I64
@@ -77,6 +83,18 @@ class Chunk:
     top_logprobs: int = 0
     token_ids_logprob: tuple[int, ...] = ()
     history: tuple[I64, I64] | None = None
+    image_rows: I64 | None = None
+    axes: I64 | None = None
+    position_delta: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encode:
+    """An image whose embeddings a step computes before its tokens, and the ``rows`` [N] of the pool that take them, in
+    the order of its placeholder tokens."""
+
+    image: ImageInput
+    rows: I64
 
 
 class DepthChoice(NamedTuple):
@@ -131,7 +149,8 @@ class StepBatch:
 
     ``sampling``: the parameters of the rows that sample. ``constrained``: the indices, among these, of those that
     sample under a mask. ``after``: Points of the memory that the step touches for the first time. ``loads``: transfers
-    that bring pages that it reads, submitted but not waited for by any earlier step.
+    that bring pages that it reads, submitted but not waited for by any earlier step. ``encodes``: the images whose
+    embeddings it computes first.
 
     Of steps without chunks: ``composition`` names the set and order of requests. While it stays the same, rows, lengths
     and sampling parameters advance on the device and are not uploaded. ``num_advanced``: by how much every length has
@@ -152,6 +171,7 @@ class StepBatch:
     chunks: tuple[Chunk, ...] = ()
     constrained: I64 = field(default_factory=lambda: _NO_IDS)
     loads: tuple[Ticket, ...] = ()
+    encodes: tuple[Encode, ...] = ()
     composition: int = 0
     num_advanced: int = 0
     may_accept: Bools | None = None
@@ -166,6 +186,7 @@ class StepBatch:
         page_writes: PageWrites,
         after: Points,
         loads: tuple[Ticket, ...] = (),
+        encodes: tuple[Encode, ...] = (),
     ) -> StepBatch:
         """A step of prompts only. ``sampling`` [B]: None for a row that does not sample."""
         firsts, sizes = np.array(starts, np.int64), [len(chunk.token_ids) for chunk in chunks]
@@ -181,6 +202,7 @@ class StepBatch:
             chunks=tuple(chunks),
             constrained=constrained_rows(present),
             loads=loads,
+            encodes=encodes,
         )
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fenceline.mem_cache.kv_pool import KVPool, ReqPool
+from fenceline.layers.forward_batch import SINK_ROW
+from fenceline.mem_cache.kv_pool import EmbeddingPool, KVPool, ReqPool
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.step import StepBatch
@@ -18,11 +19,15 @@ class StepAccesses:
     ``extend`` and ``decode`` are passed to ``Device.declare``. If a decode step has the same requests as the previous
     one, its declaration needs no operation over its rows."""
 
-    def __init__(self, kv_pool: KVPool, req_pool: ReqPool) -> None:
+    def __init__(self, kv_pool: KVPool, req_pool: ReqPool, embeddings: EmbeddingPool | None = None) -> None:
         self._page_size = kv_pool.page_size
         rows, columns = req_pool.page_table.shape
         self.page_table = Memory("req_pool.page_table", rows)
         self.last_tokens = Memory("req_pool.last_tokens", rows)
+        self.position_deltas = None
+        if req_pool.position_deltas is not None:
+            self.position_deltas = Memory("req_pool.position_deltas", rows)
+        self.embeddings = None if embeddings is None else Memory("image_embeddings", len(embeddings.rows))
         self.pages = PagedMemory("kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD)
 
     def extend(self, op: Accesses, batch: StepBatch) -> None:
@@ -33,6 +38,14 @@ class StepAccesses:
         op.write(self.pages, slots // self._page_size)
         op.read_pages(self.pages, batch.rows, batch.seq_lens)
         op.write(self.last_tokens, batch.rows[batch.samples])
+        if self.position_deltas is not None:
+            op.write(self.position_deltas, batch.rows)
+        if self.embeddings is not None:
+            for encode in batch.encodes:
+                op.write(self.embeddings, encode.rows)
+            for chunk in batch.chunks:
+                if chunk.image_rows is not None:
+                    op.read(self.embeddings, chunk.image_rows[chunk.image_rows != SINK_ROW])
 
     def decode(self, op: Accesses, batch: StepBatch) -> None:
         """A decode step: writes the pages of each request's new tokens, reads all of them."""
@@ -44,6 +57,8 @@ class StepAccesses:
         else:  # the host knows only upper bounds of the lengths, and a bound may be lower than in the previous step
             op.read(self.pages, self.pages.pages_of(batch.rows, batch.seq_lens))
             op.write(self.pages, self.pages.pages_between(batch.rows, batch.starts, batch.seq_lens))
+        if self.position_deltas is not None:
+            op.read(self.position_deltas, batch.rows)
         op.write(self.last_tokens, batch.rows)  # it also reads them: the tokens of the previous step
 
     def _write_table(self, op: Accesses, batch: StepBatch) -> None:

@@ -19,6 +19,7 @@ from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.memory_order import ArenaField, Role
+from fenceline.models.vision import VisionTower
 
 ROTARY_TABLES = "rotary_emb."  # in the names of tensors that old checkpoints store and that are not needed
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # needed only if the KV cache is in FP8
@@ -74,6 +75,7 @@ class CausalLM:
         scales = config.multipliers.embedding, config.multipliers.logits, config.logits_soft_cap
         self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
         self.rotary = make_rotary(config)
+        self.vision = None if config.vision is None else VisionTower(config.vision, context.dtype)
         self.layers = make_layers(make_layer, config, context, LAYERS, self.rotary, first_layer)
         for layer, following in pairwise(self.layers):
             layer.mlp.next_norm = following.self_attn.input_norm
@@ -89,11 +91,14 @@ class CausalLM:
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """What the first layer reads, [T, hidden_size], which layers add to in place."""
-        given = batch.input_embeds
-        return self.embed_tokens.forward(batch.input_ids) if given is None else given.clone()
+        if batch.input_embeds is not None:
+            return batch.input_embeds.clone()
+        x = self.embed_tokens.forward(batch.input_ids)
+        return x if batch.images is None else batch.images.merged(x)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if given."""
+        batch = self.rotary.placed(batch)
         x, kept = self.embed(batch), batch.aux_hidden
         if kept is not None:
             kept.keep(0, x)
@@ -193,6 +198,8 @@ class CausalLM:
         slots |= self.norm.weight_slots("model.norm")
         if self.lm_head is not self.embed_tokens:
             slots |= self.lm_head.weight_slots("lm_head")
+        if self.vision is not None:
+            slots |= self.vision.weight_slots("visual.")
         return slots
 
     @property

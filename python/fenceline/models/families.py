@@ -42,8 +42,9 @@ def _plain(site: LayerSite) -> DecoderLayer:
 
 
 def _qwen2(site: LayerSite) -> DecoderLayer:
-    """Qwen2, Qwen2.5 (arXiv:2407.10671) and MiMo (arXiv:2505.07608): Llama with biases on queries, keys and values.
-    They are part of the architecture: config.json has no field for them."""
+    """Qwen2, Qwen2.5 (arXiv:2407.10671), the text model of Qwen2.5-VL (arXiv:2502.13923), and MiMo (arXiv:2505.07608):
+    Llama with biases on queries, keys and values. They are part of the architecture: config.json has no field for
+    them."""
     return DecoderLayer(SelfAttention(site, qkv_bias=True), GatedMLP(site))
 
 
@@ -147,6 +148,13 @@ def _text_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.removeprefix("language_model."), tensor
 
 
+def _qwen_vision_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a Qwen model that reads images, renamed as Qwen2.5-VL was published: the text model's begin as in
+    a checkpoint of the text model alone, the tower's with ``visual.``."""
+    for name, tensor in weights:
+        yield name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1), tensor
+
+
 def _glm4(site: LayerSite) -> DecoderLayer:
     """GLM-4-0414 (arXiv:2406.12793): sandwich norms, and biases on queries, keys and values; half of each head's
     features rotate, in pairs of adjacent ones."""
@@ -234,6 +242,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Olmo3ForCausalLM": Architecture(_olmo2),
         "Phi3ForCausalLM": Architecture(_plain),
         "Qwen2ForCausalLM": Architecture(_qwen2),
+        "Qwen2_5_VLForConditionalGeneration": Architecture(_qwen2, _qwen_vision_weights),
         "Qwen2MoeForCausalLM": Architecture(_qwen2_moe),
         "Qwen3ForCausalLM": Architecture(_qwen3),
         "Qwen3MoeForCausalLM": Architecture(_qwen3),

@@ -203,7 +203,7 @@ class FlightRecorder:
             self._composition = -1
             self._rids = tuple([req.rid for req in reqs])
             # Load tickets would keep the Points of their transfers alive, one for each layer.
-            batch = replace(batch, chunks=tuple(map(self._without_prompt, batch.chunks)), loads=())
+            batch = replace(batch, chunks=tuple(map(self._without_prompt, batch.chunks)), loads=(), encodes=())
         elif batch.composition != self._composition:
             self._composition = batch.composition
             self._rids = tuple([req.rid for req in reqs])
@@ -226,7 +226,10 @@ class FlightRecorder:
                 self._num_bytes -= sizes[id(run)]
 
     def _without_prompt(self, chunk: Chunk) -> Chunk:
-        """``chunk`` with its prompt tokens withheld unless --flight-recorder-prompts is set."""
+        """``chunk`` without what images add, and with its prompt tokens withheld unless --flight-recorder-prompts is
+        set."""
+        if chunk.image_rows is not None or chunk.axes is not None:
+            chunk = replace(chunk, image_rows=None, axes=None)
         if self.config.server_args.flight_recorder_prompts:
             return chunk
         history = chunk.history

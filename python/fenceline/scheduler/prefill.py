@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -13,6 +13,7 @@ from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Points
 from fenceline.model_executor.step import Chunk, PageWrites, StepBatch, concatenated
 from fenceline.scheduler.admission import AdmissionState, would_admit
+from fenceline.scheduler.image_cache import StepImages
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing
@@ -50,6 +51,7 @@ class _Plan:
     # waiting prompts too.
     num_prompt_tokens: int = 0
     num_uncached_tokens: int = 0
+    images: StepImages = field(default_factory=StepImages)
 
     def page_writes(self) -> PageWrites:
         """Those of all requests that were admitted."""
@@ -71,8 +73,9 @@ class _Plan:
             chunks=self.chunks,
             sampling=[req.sampling() if req.allocated_len == req.num_tokens else None for req in self.reqs],
             page_writes=self.page_writes(),
-            after=self.after,
+            after=self.after.join(self.images.after),
             loads=loads,
+            encodes=tuple(self.images.encodes),
         )
 
 
@@ -221,6 +224,9 @@ class PrefillPlanner:
                 return
             if state.is_passing and not state.holdings.may_use_reserve(req):
                 continue
+            if chunked is not None and chunked.images and req.images:
+                best_passed = req.rank  # so that there is room for the embeddings of the half-way prompt
+                continue
             if plan.reqs and chunked is None:
                 if num_waiting_tokens is None:
                     num_waiting_tokens = num_waiting()
@@ -228,7 +234,7 @@ class PrefillPlanner:
                     return
             num_cached = self._memory.match(req).num_tokens
             num_new = req.num_tokens - num_cached
-            size = self._chunk_tokens(req, num_cached, budget)
+            size = self._chunk_tokens(req, num_cached, budget, plan.images)
             if chunked is not None:
                 num_scored = num_new if req.scores_prompt else 0
                 if num_new > min(room, size) or num_scored > budget.scored_tokens - kept.scored_tokens:
@@ -271,7 +277,7 @@ class PrefillPlanner:
         plan.page_columns.append(np.arange(len(req.pages), dtype=np.int64))
         plan.page_ids.append(np.array(req.pages, dtype=np.int32))
 
-    def _chunk_tokens(self, req: Req, start: int, budget: _Budget) -> int:
+    def _chunk_tokens(self, req: Req, start: int, budget: _Budget, images: StepImages) -> int:
         """How many tokens from ``start`` on the step has room for; 0 for none."""
         remaining = size = req.num_tokens - start
         if self._chunk_size is not None:
@@ -282,6 +288,8 @@ class PrefillPlanner:
             size = min(size, max(most, self.step_tokens // 4, self._memory.tree.lookahead, 1))
         if req.scores_prompt:
             size = min(size, max(req.source.logprob_start_len - start, 0) + budget.scored_tokens)
+        if req.images:
+            size = self._memory.images.room(images, req.images, start, size)
         if size == remaining:
             return size
         # The draft's KV of a chunk is computed from tokens that follow it; these must be tokens of the prompt.
@@ -290,14 +298,15 @@ class PrefillPlanner:
     def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
         """Schedule as much of the request's prompt as the step has room for."""
         tokens = req.token_ids()
-        size = self._chunk_tokens(req, req.allocated_len, budget)
+        size = self._chunk_tokens(req, req.allocated_len, budget, plan.images)
         if req.scores_prompt:
             budget.scored_tokens -= max(size - max(req.source.logprob_start_len - req.allocated_len, 0), 0)
         assert size > 0, f"{req.rid} has no part in the step that it is in"
         start, end = req.allocated_len, req.allocated_len + size
         done = end == len(tokens)
         plan.reqs.append(req)
-        plan.chunks.append(self._chunk(req, tokens, start, end, done))
+        chunk = self._chunk(req, tokens, start, end, done)
+        plan.chunks.append(self._with_images(chunk, plan, req, start) if req.images else chunk)
         req.allocated_len = end
         budget.step_tokens -= size
         budget.num_reqs -= 1
@@ -321,6 +330,16 @@ class PrefillPlanner:
             top_logprobs=req.source.top_logprobs_num if req.scores_prompt else 0,
             token_ids_logprob=tuple(req.source.token_ids_logprob) if req.scores_prompt else (),
             history=history,
+        )
+
+    def _with_images(self, chunk: Chunk, plan: _Plan, req: Req, start: int) -> Chunk:
+        """``chunk``, which begins at ``start``, with what the images of ``req`` add to it."""
+        images, size = self._memory.images, len(chunk.token_ids)
+        return replace(
+            chunk,
+            image_rows=images.take(plan.images, req.images, start, size),
+            axes=images.axes(req.images, start, start + size),
+            position_delta=images.delta(req.images),
         )
 
     def _slots(self, req: Req, start: int, end: int) -> I64:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.constrained.matcher import RequestGrammar
+from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import (
     CachedTokensDetails,
     DecodeInfo,
@@ -95,9 +96,11 @@ class QueuedMatch:
 
 @dataclass(slots=True, eq=False)
 class Samples:
-    """What the samples of one prompt share: the prompt, and the first of them that computes it."""
+    """What the samples of one prompt share: the prompt with its images, and the first of them that computes it."""
 
     prompt_ids: I32
+    prompt_keys: I32  # in which digests stand for the tokens of images, else prompt_ids itself
+    images: tuple[ImageInput, ...] = ()
     computing: Req | None = None
 
 
@@ -113,9 +116,11 @@ class Req:
     Req (:meth:`resumed`), so tokens in flight for the old one are dropped.
     """
 
-    source: TokenizedGenerateReq  # without its input_ids, which are prompt_ids
+    source: TokenizedGenerateReq  # without its input_ids and images
     rid: str = field(init=False)
     prompt_ids: I32
+    prompt_keys: I32  # see Samples
+    images: tuple[ImageInput, ...]
     stop_ids: frozenset[int]
     seed: int
     max_new_tokens: int
@@ -187,11 +192,18 @@ class Req:
 
     def token_ids(self) -> I32:
         """Prompt and published output as one array."""
+        return self._followed_by_output(self.prompt_ids)
+
+    def key_ids(self) -> I32:
+        """``token_ids`` as the prefix tree knows them."""
+        return self._followed_by_output(self.prompt_keys)
+
+    def _followed_by_output(self, prompt: I32) -> I32:
         if not self.output_ids:
-            return self.prompt_ids
+            return prompt
         # By way of int64: if an edge is missing, "tokens" may be any bytes, and that must not hide what is reported.
         outputs = np.array(self.output_ids, dtype=np.int64).astype(np.int32)
-        return np.concatenate([self.prompt_ids, outputs])
+        return np.concatenate([prompt, outputs])
 
     def sampling(self) -> ReqSampling:
         """The request's sampling parameters as the sampler reads them; the row must be assigned."""
@@ -233,6 +245,8 @@ class Req:
         return Req(
             source=self.source,
             prompt_ids=self.prompt_ids,
+            prompt_keys=self.prompt_keys,
+            images=self.images,
             stop_ids=self.stop_ids,
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,

@@ -24,6 +24,7 @@ from fenceline.memory_order import LeasePool, Points, comparison
 from fenceline.memory_order.edges import QUEUED_MATCH
 from fenceline.memory_order.relocation import RelocationClock
 from fenceline.model_executor.step import Completions, PageWrites, StepBatch, Worker
+from fenceline.scheduler.image_cache import ImageCache
 from fenceline.scheduler.req import Prefix, QueuedMatch, Req, Samples, no_pages
 
 # While one sample computes at least this many tokens of a prompt, the other samples of the prompt wait for it.
@@ -111,14 +112,16 @@ class RequestMemory:
         tiers: HiCache | None = None,
         same_version: Callable[[int, int], bool] = operator.eq,
         num_rows_behind: int = 0,
+        images: ImageCache | None = None,
     ) -> None:
         """``same_version`` compares the tree's ``num_moves`` with an earlier value (see ``memory_order.comparison``).
-        ``num_rows_behind``: see ``DraftConfig``."""
+        ``num_rows_behind``: see ``DraftConfig``. ``images``: None for a model that reads texts alone."""
         self.pages = pages
         self.rows = rows
         self.tree = tree
         self.page_size = page_size
         self.tiers = tiers
+        self.images = images or ImageCache(0, False)
         self.cached_tokens: Counter[str] = Counter()  # prompt tokens by the tier where they were found
         self.num_evicted_pages = 0  # evicted from the device since the start
         self.tables = PageTables(rows.size)
@@ -144,7 +147,7 @@ class RequestMemory:
     def prefetch(self, req: Req) -> None:
         """Start a prefetch of the prefix of a request that has arrived, if there is a storage tier."""
         if self._storage is not None:
-            usable = req.prompt_ids[: _most_cached(req) + max(self.tree.lookahead, 1)]
+            usable = req.prompt_keys[: _most_cached(req) + max(self.tree.lookahead, 1)]
             req.prefetch = self._storage.prefetch(usable, self.match(req).match, req.source.extra_key)
 
     def may_schedule(self, req: Req) -> bool:
@@ -200,7 +203,7 @@ class RequestMemory:
         return prefix
 
     def _match(self, req: Req) -> Prefix:
-        tokens = req.token_ids()
+        tokens = req.key_ids()
         limit = _most_cached(req)
         match = self.tree.match_prefix(tokens[: limit + self.tree.lookahead], req.source.extra_key)
         if self.tiers is None:
@@ -352,6 +355,7 @@ class RequestMemory:
                 req.tail = None
         if self._storage is not None:
             self._storage.forget()
+        self.images.clear()
         return self.flush()
 
     def offload(self, req: Req) -> OffloadedTail | None:
@@ -444,7 +448,7 @@ class RequestMemory:
 
     def _insert(self, req: Req) -> InsertResult:
         num_pages = self._num_complete(req) // self.page_size
-        tokens = req.token_ids()[: num_pages * self.page_size + self.tree.lookahead]
+        tokens = req.key_ids()[: num_pages * self.page_size + self.tree.lookahead]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
         return self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
 
@@ -472,4 +476,5 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         tiers = HiCache(pages, worker.hicache, config, worker.storage)
         tree = tiers.tree
     num_rows_behind = 0 if draft is None else draft.num_rows_behind
-    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind)
+    images = ImageCache(config.num_embedding_rows, bool(config.model.rope_sections))
+    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images)

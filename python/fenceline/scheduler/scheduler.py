@@ -124,7 +124,7 @@ class Scheduler:
         self.publisher = Publisher(self.population, self.planner, self.masks, self.stats, outbox.to_detokenizer)
         # A request's last step writes as many slots as any other step, even if it yields fewer tokens.
         capacity = min(config.model.context_length, num_tokens - num_spare)
-        self.intake = Intake(config, capacity, self.grammars)
+        self.intake = Intake(config, capacity, self.grammars, self.memory.tree.images)
         self.control = SchedulerControl(
             self.population,
             self.publisher,
@@ -285,6 +285,7 @@ class Scheduler:
             req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
         ]
         flight = self.launch(plan.batch, plan.reqs)
+        self.memory.images.launched(Points.of(flight.result.done))
         # After the launch, so that the log line does not delay the device.
         self.stats.prefill(plan, len(self.running), self.waiting.num_reqs)
         return flight

@@ -24,6 +24,7 @@ from model_parity import (
     shortest_config,
 )
 from safetensors.torch import load_file, save_file
+from vision_cases import VISION_MODELS
 
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from fenceline.layers.forward_batch import ForwardMode
@@ -171,9 +172,9 @@ def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> No
 
 def test_every_family_is_compared_and_documented() -> None:
     compared = {f"{family.removesuffix('Text')}ForCausalLM" for family, _ in CHECKPOINTS.values()}
-    others = {"MiMoForCausalLM", "Gemma3ForConditionalGeneration"}
+    others = {"MiMoForCausalLM", "Gemma3ForConditionalGeneration", *VISION_MODELS}
     assert compared | others == set(MODELS), (
-        "MiMo's layers are Qwen2's; transformers has no class of it. The other has a test of its own"
+        "MiMo's layers are Qwen2's; transformers has no class of it. The others have tests of their own"
     )
     page = (Path(__file__).parents[3] / "docs" / "use" / "models.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(MODELS)

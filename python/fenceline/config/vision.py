@@ -1,0 +1,113 @@
+"""VisionConfig: the vision tower of a model, and how its images are prepared, read from the model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fenceline.config import ConfigError, require
+from fenceline.config.config_reader import ConfigReader
+from fenceline.config.model_files import read_optional
+from fenceline.images.prepare import ImageSettings
+
+_MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """A tower that makes embeddings of ``out_size`` features from the patches of an image, with the names of the
+    published config.json where they differ little: ``depth`` layers of ``num_heads`` heads. ``images``: what it is
+    given. ``placeholder``: the id of the token that stands for one embedding in a prompt. A patch is repeated for
+    ``temporal_patch_size`` frames. Layers attend to all patches of an image (``full_layers``), or within windows of
+    ``window`` x ``window`` embeddings."""
+
+    images: ImageSettings
+    placeholder: int
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_size: int
+    temporal_patch_size: int
+    full_layers: frozenset[int]
+    window: int
+
+
+def qwen2_5_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
+    """The tower of Qwen2.5-VL. ``hf`` is the whole config.json."""
+    reader = _inside(hf, "vision_config")
+    patch, merge = reader.size("patch_size", 14), reader.size("spatial_merge_size", 2)
+    depth = reader.size("depth", 32, most=_MOST_LAYERS)
+    window = reader.size("window_size", 112)
+    require(
+        window % (patch * merge) == 0,
+        f"config.json: window_size {window} must be a multiple of {patch * merge}, the pixels of an embedding",
+    )
+    full = reader.numbers("fullatt_block_indexes") or (7, 15, 23, 31)
+    if reader.values.get("hidden_act") not in (None, "silu"):
+        raise ConfigError(f"config.json: hidden_act {reader.values['hidden_act']!r} of the tower must be silu")
+    return VisionConfig(
+        images=_image_settings(directory, patch, merge),
+        placeholder=ConfigReader(hf).count("image_token_id", default=151_655),
+        depth=depth,
+        hidden_size=reader.size("hidden_size", 1280),
+        intermediate_size=reader.size("intermediate_size", 3420),
+        num_heads=reader.size("num_heads", 16),
+        out_size=reader.size("out_hidden_size", 3584),
+        temporal_patch_size=reader.size("temporal_patch_size", 2),
+        full_layers=frozenset(full),
+        window=window // (patch * merge),
+    )
+
+
+def _inside(values: Mapping[str, object], key: str) -> ConfigReader:
+    inside = values.get(key)
+    if not isinstance(inside, Mapping):
+        raise ConfigError(f"config.json: {key} must be an object; download the file again")
+    return ConfigReader(inside)
+
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def _image_settings(directory: Path, patch_size: int, merge_size: int) -> ImageSettings:
+    """What preprocessor_config.json says; transformers 5 has it in processor_config.json. Entries that are missing have
+    the defaults of transformers' Qwen2VLImageProcessor. Raises ``ConfigError`` for what is not computed here."""
+    found = read_optional(directory / "preprocessor_config.json")
+    if not found and isinstance(
+        inside := read_optional(directory / "processor_config.json").get("image_processor"), dict
+    ):
+        found = inside
+    reader = ConfigReader(found)
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        require(reader.switch(key, True), f"preprocessor_config.json: {key} false is not supported, only true is")
+    for key, wanted in (("patch_size", patch_size), ("merge_size", merge_size)):
+        stated = reader.size(key, wanted)
+        require(stated == wanted, f"preprocessor_config.json: {key} {stated} is not config.json's, which is {wanted}")
+    size = ConfigReader(inside if isinstance(inside := found.get("size"), Mapping) else {})
+    mean, std = _channels(found, "image_mean", _CLIP_MEAN), _channels(found, "image_std", _CLIP_STD)
+    require(min(std) > 0.0, f"preprocessor_config.json: image_std must be above 0, got {list(std)}")
+    return ImageSettings(
+        patch_size=patch_size,
+        merge_size=merge_size,
+        min_pixels=reader.size("min_pixels", size.size("shortest_edge", 56 * 56, most=1 << 30), most=1 << 30),
+        max_pixels=reader.size("max_pixels", size.size("longest_edge", 28 * 28 * 1280, most=1 << 30), most=1 << 30),
+        resample=reader.count("resample", default=3),
+        rescale_factor=reader.number("rescale_factor", 1 / 255),
+        mean=mean,
+        std=std,
+    )
+
+
+def _channels(
+    values: Mapping[str, object], key: str, default: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    """Three numbers, one for each channel."""
+    given = values.get(key)
+    if given is None:
+        return default
+    if not isinstance(given, list) or len(given) != 3 or not all(isinstance(one, int | float) for one in given):
+        raise ConfigError(f"preprocessor_config.json: {key} must be three numbers, got {given!r}")
+    red, green, blue = (float(one) for one in given)
+    return red, green, blue

@@ -1,0 +1,137 @@
+"""ImageCache: which rows of the device's pool hold the embeddings of which images.
+
+An image's embeddings are computed in the first step that computes some of its tokens, and kept under its digest until
+the rows are needed for others: the least recently used go first, never those that the step being planned reads. Rows
+that a step in flight reads may go, because they are retired with its Points, which their next user waits for. So a
+later chunk of the prompt, a resumed request or another conversation finds them, or they are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.images.image_input import ImageInput
+from fenceline.images.positions import position_delta, prompt_axes
+from fenceline.memory_order import LeasePool, Points
+from fenceline.model_executor.step import Encode
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The ``rows`` of an image, in the order of its tokens, and the end of the last step that used them."""
+
+    rows: I32
+    after: Points
+
+
+@dataclass(slots=True)
+class StepImages:
+    """The images of the step that is being planned: those that it reads, by digest, and those that it computes."""
+
+    used: dict[bytes, int] = field(default_factory=dict)  # with their numbers of rows
+    encodes: list[Encode] = field(default_factory=list)
+    after: Points = field(default_factory=Points.none)  # when the rows of ``encodes`` may be written
+
+
+class ImageCache:
+    """Leases the rows of the pool. One thread, the scheduler's, calls it, and its decisions are a function of these
+    calls."""
+
+    def __init__(self, num_rows: int, has_axes: bool) -> None:
+        """``num_rows``: embeddings of the pool, without the sink; 0 for a model without a tower. ``has_axes``: whether
+        the tokens' positions have three axes."""
+        self.num_rows = num_rows
+        self.rows = LeasePool("image embeddings", num_rows + 1, reserved=min(num_rows, 1))
+        self._has_axes = has_axes
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._planned: list[_Entry] = []  # of the step that is launched next
+        self.num_computed = 0  # images whose embeddings were computed
+        self.num_found = 0  # uses of images whose embeddings were there
+
+    def room(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int) -> int:
+        """How many of the ``size`` tokens from ``start`` on of a prompt with ``images`` the step may compute, beside
+        what it has already: as many as have room for the embeddings of their images, all at once."""
+        num_used = sum(step.used.values())
+        added: set[bytes] = set()
+        for image in _within(images, start, start + size):
+            if image.digest not in step.used and image.digest not in added:
+                num_used += image.num_tokens
+                added.add(image.digest)
+            if num_used > self.num_rows:
+                return max(image.offset - start, 0)
+        return size
+
+    def take(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int) -> I64 | None:
+        """The rows [size] of a chunk's tokens, the sink's for those of no image; None if no token is of one. There must
+        be ``room``. Images whose embeddings are not there are added to ``step.encodes``."""
+        rows: I64 | None = None
+        for image in _within(images, start, start + size):
+            of_image = self._rows_of(step, image)
+            rows = np.zeros(size, dtype=np.int64) if rows is None else rows
+            first, end = max(image.offset, start), min(image.end, start + size)
+            rows[first - start : end - start] = of_image[first - image.offset : end - image.offset]
+        return rows
+
+    def axes(self, images: Sequence[ImageInput], start: int, end: int) -> I64 | None:
+        """The positions [3, end - start] of the tokens from ``start`` on of a prompt with ``images``; None if each has
+        its place in all axes."""
+        if not self._has_axes or not images or end <= images[0].offset:
+            return None
+        return prompt_axes(images, start, end)
+
+    def delta(self, images: Sequence[ImageInput]) -> int:
+        """How far positions behind a prompt with ``images`` are from the tokens' places."""
+        return position_delta(images) if self._has_axes else 0
+
+    def launched(self, done: Points) -> None:
+        """The planned step has been launched and ends at ``done``."""
+        for entry in self._planned:
+            entry.after = done
+        self._planned.clear()
+
+    def clear(self) -> None:
+        """Forget all embeddings, because the weights change. No step is being planned."""
+        assert not self._planned, "a planned step reads embeddings"
+        while self._entries:
+            self._evict(next(iter(self._entries)))
+
+    def _rows_of(self, step: StepImages, image: ImageInput) -> I32:
+        entry, size = self._entries.get(image.digest), image.num_tokens
+        if image.digest not in step.used:
+            step.used[image.digest] = size
+            if entry is None:
+                entry = _Entry(self._alloc(step, size), Points.none())
+                self._entries[image.digest] = entry
+                step.encodes.append(Encode(image, entry.rows.astype(np.int64)))
+                self.num_computed += 1
+            else:
+                self.num_found += 1
+            self._planned.append(entry)
+            self._entries.move_to_end(image.digest)
+        assert entry is not None and len(entry.rows) == size, "a digest stands for one size"
+        return entry.rows
+
+    def _alloc(self, step: StepImages, size: int) -> I32:
+        while self.rows.num_free < size:
+            self._evict(next(digest for digest in self._entries if digest not in step.used))
+        leased = self.rows.alloc(size)
+        assert leased is not None, f"{size} rows were promised, {self.rows.num_free} are free"
+        step.after = step.after.join(leased[1])
+        return leased[0]
+
+    def _evict(self, digest: bytes) -> None:
+        entry = self._entries.pop(digest)
+        self.rows.retire(entry.rows, after=entry.after)
+
+
+def _within(images: Sequence[ImageInput], start: int, end: int) -> Iterator[ImageInput]:
+    """Those of which a token is among tokens ``start`` to ``end - 1``."""
+    return (image for image in images if image.offset < end and start < image.end)

@@ -1,0 +1,120 @@
+"""Models that read images: random small checkpoints, transformers' answers, and a scheduler over the real runner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from scheduler_driver import Driver, request
+
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.images.image_input import expand_placeholders
+from fenceline.images.prepare import prepare
+from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.memory_order import Device, open_device
+from fenceline.model_executor.model_runner import ModelRunner
+
+IMAGE, BEGIN, END = 110, 112, 113  # ids: of an image's tokens, and of those around them
+_TEXT = {
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _qwen2_5_vl() -> transformers.PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=_TEXT | {"rope_parameters": rope},
+        vision_config=tower | {"out_hidden_size": 48},
+        image_token_id=IMAGE,
+        video_token_id=111,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+VISION_MODELS: Mapping[str, Callable[[], transformers.PreTrainedModel]] = {
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl
+}
+
+
+def save_vision_checkpoint(name: str, directory: Path) -> transformers.PreTrainedModel:
+    """A random model of this architecture, saved as transformers saves it; float32, in eval mode. Its weights are so
+    large that tokens depend on images."""
+    torch.manual_seed(0)
+    model = VISION_MODELS[name]().eval().requires_grad_(False)
+    for key, param in model.named_parameters():
+        if "norm" in key or "ln_q" in key:
+            param.normal_(1.0, 0.1)
+        else:
+            param.normal_(0.0, 0.15 if param.dim() > 1 else 0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A few colours at random, and noise on them."""
+    random = np.random.default_rng(seed)
+    colours = Image.fromarray(random.integers(0, 200, (3, 3, 3), dtype=np.uint8)).resize((width, height))
+    return Image.fromarray(np.asarray(colours) + random.integers(0, 56, (height, width, 3), dtype=np.uint8))
+
+
+def vision_driver(
+    directory: Path, device: Device | str = "cpu", num_embedding_rows: int | None = None, **flags: object
+) -> Driver:
+    """A scheduler over a ModelRunner; ``flags`` are ServerArgs fields. Chunks of 16 tokens end within images."""
+    device = open_device(device) if isinstance(device, str) else device
+    sizes: dict[str, object] = {"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 16}
+    flags = sizes | {"random_seed": 1, "max_running_requests": 6, "skip_tokenizer_init": True} | flags
+    config = resolve(ServerArgs(model_path=str(directory), device=device.kind, **flags))  # type: ignore[arg-type]
+    if num_embedding_rows is not None:
+        config = dataclasses.replace(config, num_embedding_rows=num_embedding_rows)
+    return Driver(config, ModelRunner(config, device, show_progress=False))
+
+
+def image_request(
+    driver: Driver, rid: str, ids: Sequence[int], pictures: Sequence[Image.Image], **params: object
+) -> TokenizedGenerateReq:
+    """A request whose prompt ``ids`` has one IMAGE for each of ``pictures``; greedy, 8 tokens."""
+    vision = driver.config.model.vision
+    assert vision is not None
+    images = [prepare(each, vision.images) for each in pictures]
+    expanded, placed = expand_placeholders(ids, images, vision.placeholder)
+    params = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0.0} | params
+    return msgspec.structs.replace(request(rid, expanded.tolist(), **params), images=list(placed))
+
+
+def theirs(
+    model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int = 8
+) -> list[int]:
+    """The tokens that transformers answers with, greedily. ``ids`` are expanded as the request's are."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    inputs = dict(Qwen2VLImageProcessorPil()(list(pictures), return_tensors="pt")) if pictures else {}
+    prompt = torch.tensor([list(ids)])
+    output = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        mm_token_type_ids=(prompt == IMAGE).int(),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        **inputs,
+    )
+    tokens: list[int] = output[0, len(ids) :].tolist()
+    return tokens

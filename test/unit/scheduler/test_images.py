@@ -1,0 +1,234 @@
+"""Prompts with images through the scheduler and the real runner: answers are those of transformers, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import transformers
+from PIL import Image
+from scheduler_driver import Driver, make_driver
+from vision_cases import (
+    BEGIN,
+    END,
+    IMAGE,
+    VISION_MODELS,
+    image_request,
+    picture,
+    save_vision_checkpoint,
+    theirs,
+    vision_driver,
+)
+
+from fenceline.ipc.io_struct import ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
+
+ONE = [BEGIN, IMAGE, END]
+Saved = tuple[Path, transformers.PreTrainedModel]
+Case = tuple[list[int], list[Image.Image]]
+
+CASES: list[Case] = [
+    ([3, 4, 5, *ONE, 7, 8], [picture(60, 90, 1)]),
+    ([*ONE, *ONE, 9], [picture(90, 60, 2), picture(1, 1, 3)]),
+    ([3, 1, 4, 1, 5, 9], []),
+    ([5] * 15 + [*ONE, 6, 7], [picture(140, 140, 5)]),  # a chunk ends at the image's first token
+    ([3, 4, 5, *ONE, 7, *ONE, 8, *ONE], [picture(13, 400, 6), picture(200, 30, 7), picture(13, 400, 6)]),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    made: dict[str, Saved] = {}
+
+    def get(name: str) -> Saved:
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            made[name] = directory, save_vision_checkpoint(name, directory)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def qwen(saved: Callable[[str], Saved]) -> Saved:
+    return saved("Qwen2_5_VLForConditionalGeneration")
+
+
+def check(driver: Driver, reference: transformers.PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
+    """Send all ``cases`` together, and compare their answers."""
+    sent = [image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)]
+    driver.send(*sent)
+    driver.run()
+    compare(driver, reference, sent, cases)
+
+
+def compare(
+    driver: Driver, reference: transformers.PreTrainedModel, sent: Sequence[TokenizedGenerateReq], cases: Sequence[Case]
+) -> None:
+    for req, (_, pictures) in zip(sent, cases, strict=True):
+        answer = driver.answers[req.rid]
+        assert answer.output_ids == theirs(reference, req.input_ids, pictures), req.rid
+        assert answer.finish is not None and answer.finish.type == "length"
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("page_size,chunk", [(4, 16), (1, 7), (16, -1)])
+def test_answers_are_those_of_transformers(
+    saved: Callable[[str], Saved], name: str, page_size: int, chunk: int
+) -> None:
+    directory, reference = saved(name)
+    check(vision_driver(directory, page_size=page_size, chunked_prefill_size=chunk), reference)
+
+
+def test_an_answer_depends_on_the_image(qwen: Saved) -> None:
+    """The comparison would not see it if images had no influence."""
+    driver, (ids, _) = vision_driver(qwen[0]), CASES[0]
+    driver.send(*[image_request(driver, f"r{seed}", ids, [picture(60, 90, seed)]) for seed in range(6)])
+    driver.run()
+    assert len({tuple(driver.answers[f"r{seed}"].output_ids) for seed in range(6)}) > 2
+
+
+def test_the_prefix_of_the_same_image_is_found(qwen: Saved) -> None:
+    driver = vision_driver(qwen[0])
+    ids, pictures = [3, 4, 5, *ONE, 7, 8, 9], [picture(90, 90, 1)]
+    first = image_request(driver, "first", ids, pictures)
+    driver.send(first)
+    driver.run()
+    # The conversation goes on: the first image is in pages, its end in the middle of one, the second is new.
+    turn = [*ids, *driver.answers["first"].output_ids, *ONE, 11]
+    second = image_request(driver, "second", turn, [*pictures, picture(60, 60, 2)])
+    driver.send(second)
+    driver.run()
+    last = driver.answers["second"].last
+    assert last is not None and last.cached_tokens >= (len(first.input_ids) + 7) // 4 * 4
+    assert driver.scheduler.memory.images.num_computed == 2, "the first image's embeddings are not computed again"
+    compare(driver, qwen[1], [second], [(turn, [*pictures, picture(60, 60, 2)])])
+
+
+def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None:
+    driver = vision_driver(qwen[0], page_size=1)
+    near = picture(90, 90, 1)
+    near.putpixel((40, 40), (0, 0, 0))
+    ids = [3, 4, 5, *ONE, 7, 8, 9]
+    for rid, pictures in (("one", [picture(90, 90, 1)]), ("near", [near])):
+        sent = image_request(driver, rid, ids, pictures)
+        driver.send(sent)
+        driver.run()
+        compare(driver, qwen[1], [sent], [(ids, pictures)])
+    last = driver.answers["near"].last
+    assert last is not None and last.cached_tokens == 4, "the text before the image, and nothing else"
+
+
+def test_retracted_prompts_and_answers_go_on(qwen: Saved) -> None:
+    directory, reference = qwen
+    for steps in (1, 2, 4, 7, 9):
+        driver = vision_driver(directory)
+        sent = [image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)]
+        driver.send(*sent)
+        for _ in range(steps):
+            driver.step()
+        driver.send(PauseGenerationReq(id="p", mode="retract"))
+        driver.step()
+        driver.send(ContinueGenerationReq(id="c"))
+        driver.run()
+        compare(driver, reference, sent, CASES)
+
+
+def test_a_small_pool_computes_embeddings_again(qwen: Saved) -> None:
+    """It has room for the largest image alone, so most steps read one image, and rows go from one to the other."""
+    directory, reference = qwen
+    driver = vision_driver(directory, num_embedding_rows=30, chunked_prefill_size=8)
+    check(driver, reference, CASES * 2)
+    images = driver.scheduler.memory.images
+    assert images.num_computed > 6
+    assert images.rows.num_leased <= 30
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_images_beside_a_draft(saved: Callable[[str], Saved], name: str, tmp_path: Path) -> None:
+    """Positions behind images are those of the answer's tokens when several are verified at once."""
+    directory, reference = saved(name)
+    text = transformers.Qwen2Config(
+        vocab_size=120, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(text).save_pretrained(tmp_path)
+    driver = vision_driver(
+        directory,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(tmp_path),
+        speculative_num_steps=3,
+    )
+    check(driver, reference)
+
+
+def test_prefixes_come_back_from_the_host(qwen: Saved) -> None:
+    directory, reference = qwen
+    driver = vision_driver(directory, max_total_tokens=128, enable_hierarchical_cache=True, hicache_ratio=4.0)
+    for turn in range(2):
+        sent = [image_request(driver, f"{turn}.{i}", *case) for i, case in enumerate(CASES)]
+        driver.send(*sent)
+        driver.run()
+        compare(driver, reference, sent, CASES)
+    assert driver.scheduler.memory.cached_tokens["host"] > 0
+
+
+def test_answers_do_not_depend_on_caches(qwen: Saved) -> None:
+    """Conversations with few images and near-equal ones, in random order: the answers of a server without caches."""
+    random = Random(3)
+    pool = [picture(60, 60, 1), picture(60, 60, 1), picture(60, 60, 2), picture(30, 80, 3)]
+    pool[1].putpixel((3, 3), (0, 0, 0))
+    asked: list[Case] = []
+    for _ in range(12):
+        if asked and random.random() < 0.6:
+            ids, pictures = random.choice(asked)
+        else:
+            ids, pictures = [2, 3], []
+        new = [random.choice(pool) for _ in range(random.randint(0, 2))]
+        ids = [*ids, *[token for _ in new for token in ONE], *[random.randint(4, 6) for _ in range(3)]]
+        asked.append((ids, [*pictures, *new]))
+    answers = []
+    for flags in ({"page_size": 1}, {"disable_radix_cache": True, "max_running_requests": 1}):
+        driver = vision_driver(qwen[0], num_embedding_rows=16 if "page_size" in flags else None, **flags)
+        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(asked)])
+        driver.run()
+        answers.append([driver.answers[f"r{i}"].output_ids for i in range(len(asked))])
+    assert answers[0] == answers[1]
+
+
+def test_images_without_a_place_are_refused(qwen: Saved) -> None:
+    driver = vision_driver(qwen[0], num_embedding_rows=12)
+    good = image_request(driver, "good", *CASES[0])
+    (image,) = good.images
+    moved = msgspec.structs.replace(image, offset=image.offset + 1)
+    wrong = {
+        "moved": ([moved], "not where the prompt has its tokens"),
+        "outside": ([msgspec.structs.replace(image, offset=100)], "no place in the prompt"),
+        "twice": ([image, image], "image 1 has no place"),
+        "pixels": ([msgspec.structs.replace(image, pixels=image.pixels[:-1])], "not prepared for this model"),
+    }
+    for rid, (images, _) in wrong.items():
+        driver.send(msgspec.structs.replace(good, rid=rid, images=images))
+    driver.send(image_request(driver, "large", [*ONE, 3], [picture(200, 200)]))
+    text = make_driver()
+    text.send(msgspec.structs.replace(good, rid="text"))
+    for each, expected in (
+        (driver, {rid: why for rid, (_, why) in wrong.items()} | {"large": "more than the 12 embeddings"}),
+        (text, {"text": "reads no images"}),
+    ):
+        each.run()
+        for rid, why in expected.items():
+            finish = each.answers[rid].finish
+            assert finish is not None and finish.status_code == 400 and why in str(finish.message), rid
+
+
+def test_weights_that_change_take_the_embeddings_along(qwen: Saved) -> None:
+    driver = vision_driver(qwen[0])
+    driver.send(image_request(driver, "r", *CASES[0]))
+    driver.run()
+    images = driver.scheduler.memory.images
+    assert images.rows.num_leased
+    driver.scheduler.memory.forget([])
+    assert images.rows.num_leased == 0
