@@ -320,7 +320,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "attention_bias": True,
             "mlp_bias": True,
             "tie_word_embeddings": False,
-            "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": CONTEXT},
+            # Some versions of transformers ask for the factor, which follows from the lengths.
+            "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": CONTEXT, "factor": 1.0},
         },
     ),
     "minicpm3": ("MiniCPM3", {**_MINICPM3, "scale_depth": None, "dim_model_base": None, "v_head_dim": 24}),

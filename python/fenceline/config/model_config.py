@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,7 +233,7 @@ class ModelConfig:
         bos = token_ids(hf.get("bos_token_id"))
         windows = family.windows(reader, num_layers)
         indexer = None if family.indexer is None else family.indexer(reader, num_layers)
-        _check_layer_types(reader, windows, num_layers, "full_attention" if indexer is None else "indexed_attention")
+        _check_layer_types(reader, windows, num_layers, ("full_attention",) if indexer is None else _INDEXED)
         for key in family.switches:
             reader.switch(key)  # it is read where the layers are made, and checked here
         config = cls(
@@ -356,12 +356,15 @@ def _activation(hf: Mapping[str, object], family: Family) -> str:
     return _ACTIVATIONS[name]
 
 
-def _check_layer_types(reader: ConfigReader, windows: Windows, num_layers: int, plain: str) -> None:
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # by versions of transformers
+
+
+def _check_layer_types(reader: ConfigReader, windows: Windows, num_layers: int, plain: Sequence[str]) -> None:
     """Raises ``ConfigError`` if layer_types contradicts ``windows``, which may follow from other entries. ``plain``:
-    what it calls layers without a window."""
+    what it may call layers without a window."""
     for layer, kind in enumerate(reader.strings("layer_types")[:num_layers]):
         window = windows[layer] if layer < len(windows) else None
-        if kind != (plain if window is None else "sliding_attention"):
+        if kind not in (plain if window is None else ("sliding_attention",)):
             raise ConfigError(
                 f"config.json: layer_types says {kind} of layer {layer}, which other entries contradict"
                 " (sliding_window, use_sliding_window) or this architecture does not have"

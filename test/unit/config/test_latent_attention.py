@@ -19,6 +19,7 @@ from scheduler_driver import request as ask
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.kv_layout import KVLayout, index_keys, latent
+from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import parse_args
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import ForwardMode
@@ -92,6 +93,18 @@ def test_the_engine_answers_as_transformers_from_every_tier(
     graphs = driver.worker.prefill_graphs, driver.worker.decode  # type: ignore[attr-defined]
     assert all(runner.stats.replays for runner in graphs)
     assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention", "full_attention"])
+def test_layer_types_by_versions_of_transformers(kind: str, tmp_path: Path) -> None:
+    save_checkpoint("deepseek-v3.2", tmp_path)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"layer_types": [kind] * entries["num_hidden_layers"]}))
+    if kind == "full_attention":
+        with pytest.raises(ConfigError, match="layer_types says full_attention of layer 0"):
+            ModelConfig.from_dir(str(tmp_path))
+    else:
+        assert ModelConfig.from_dir(str(tmp_path)).indexer is not None
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-query-rank", "glm-5-shared"])
