@@ -93,13 +93,13 @@ def _visit_kernel(
     if (req == 0) & (part == 0) & (when != 2):
         tl.store(clock + (when == 1).to(tl.int32), step)
     row = tl.load(rows + req)
-    if row == 0:
-        return
     start = tl.load(starts + req) - back
     num = tl.minimum((tl.load(ends + req) + page_size - 1) // page_size, max_pages).to(tl.int32)
     first_slot = req.to(tl.int64) * num_each
     if query_starts is not None:
         first_slot = tl.load(query_starts + req).to(tl.int64)
+    if row == 0:
+        return
     for first in range(part * BLOCK, num, PARTS * BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < num

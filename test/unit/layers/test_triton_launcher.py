@@ -26,6 +26,8 @@ from fenceline.layers.kernels.triton import activation, rms_norm, rotate_store
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
+from fenceline.mem_cache import page_tag_kernels
+from fenceline.mem_cache.page_tag_operands import BegunTags, MovedPages, Visit
 from fenceline.memory_order import triton_launcher as launcher
 
 IS_KNOWN = triton.__version__.startswith(launcher._KNOWN_VERSION)
@@ -90,6 +92,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         step_triton._keep_kernel,
         step_triton._accept_kernel,
         step_triton._hidden_kernel,
+        page_tag_kernels._begin_kernel,
+        page_tag_kernels._visit_kernel,
+        page_tag_kernels._seal_kernel,
+        page_tag_kernels._arrive_kernel,
     )
     makers = (
         rms_norm._variant,
@@ -101,6 +107,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         step_triton._pieces_variant,
         step_triton._accept_variant,
         step_triton._hidden_variant,
+        page_tag_kernels._begin_variant,
+        page_tag_kernels._visit_variant,
+        page_tag_kernels._moved_variant,
     )
     monkeypatch.setattr(driver, "_active", recorder)
     yield recorder
@@ -184,6 +193,21 @@ def test_every_kernel_is_bound(gpu: Recorder) -> None:
         inputs = sample_triton.DrawInputs(*draws, None, None)
         sample_triton.launch(torch.zeros(size, 300), inputs, ids(size), ids(4), ids(size), ids(size))
         launch_step(size)
+        launch_tags(size)
+
+    def launch_tags(size: int) -> None:
+        table, tags = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(64, 3, dtype=torch.int32)
+        arrived, counts = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        retired = ids(4 - size % 3 * 2).view(2, -1)
+        page_tag_kernels.launch_begin(BegunTags(table, tags, ids(size), ids(size), ids(size), retired))
+        for starts in (None, counts[: size + 1]):
+            rows = ids(size), ids(size), ids(size), ids(size), starts
+            pages = table, table, tags, arrived, counts, torch.zeros(9, 11, dtype=torch.int32)
+            page_tag_kernels.launch_visit(Visit(*rows, *pages, size % 2, 16, 1 + size % 3, size % 2))
+        lists = ids(5 * (size + size % 2)).view(5, -1)[:, :size]
+        moved = MovedPages(lists[0], lists[1], lists[2], lists[3], lists[4], ids(16).view(8, 2), tags, arrived)
+        page_tag_kernels.launch_seal(moved, ids(12).view(4, 3), False)
+        page_tag_kernels.launch_arrive(moved, ids(12).view(4, 3), -size, size % 2, False)
 
     def launch_step(size: int) -> None:
         positions, slots = (ids(size * 4).view(size, 4) for _ in range(2))
@@ -201,7 +225,7 @@ def test_every_kernel_is_bound(gpu: Recorder) -> None:
 
     launch_all(3)
     each = len(gpu.launches)
-    assert each == gpu.through_triton == 12
+    assert each == gpu.through_triton == 17
     for size in (1, 16, 20):
         launch_all(size)
     assert len(gpu.launches) == 4 * each
