@@ -55,7 +55,15 @@ def report(driver: Driver) -> OrderError:
     return caught.value
 
 
-@pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}, {"page_size": 1, "disable_radix_cache": True}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"disable_cuda_graph": True},
+        {"debug_cuda_graph": True, "cuda_graph_bs": [2, 4]},
+        {"page_size": 1, "disable_radix_cache": True},
+    ],
+)
 def test_the_engine_is_silent_and_its_tokens_are_the_same(flags: dict[str, object]) -> None:
     prompts = [list(range(5, 60)), list(range(5, 50)), [9] * 20, [7, 8], list(range(5, 60))]
     requests = [
