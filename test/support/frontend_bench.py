@@ -8,9 +8,9 @@ from functools import cache
 from tiny_tokenizers import byte_level
 
 from fenceline.config.engine_config import EngineConfig, PriorityConfig, resolve
+from fenceline.config.image_rules import ImageRules
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer_manager import TokenizerManager
-from fenceline.images.rules import ImageRules
 from fenceline.ipc.io_struct import (
     BatchStrOut,
     FinishReason,

@@ -24,6 +24,7 @@ from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, Spe
 from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
+from fenceline.config.image_rules import ImageRules, image_rules
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT_DRAFT, hub_file, model_directory, weight_files
@@ -39,7 +40,6 @@ from fenceline.config.weight_headers import (
     read_headers,
     weight_bytes,
 )
-from fenceline.images.rules import ImageRules
 
 # Keys can also be given in the environment, because every user of the machine can read a command line.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
@@ -243,6 +243,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, model, chunk or max_prefill_tokens),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         num_embedding_rows=_num_embedding_rows(model),
+        images=image_rules(args, model),
         log_level_http=args.log_level_http or args.log_level,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
         torch_profiler_dir=_torch_profiler_dir(args),

@@ -142,10 +142,12 @@ _REMEDIES: Mapping[str, str] = {
         "--is-embedding --runner=auto,generate --task=auto,generate --convert=auto,none --pooler-config"
         " --override-pooler-config --enable-mis --multi-item-scoring-delimiter --tokens-only --enable-scale-out"
     ),
-    "only text models are served: leave it out": (
-        "--enable-multimodal --mm-* --limit-mm-* --media-* --image-processor-backend --disable-fast-image-processor"
-        " --keep-mm-feature-on-device --enable-prefix-mm-cache --allowed-media-domains --allowed-local-media-path"
-        " --interleave-mm-strings --skip-mm-profiling --encoder-* --language-only --asr-* --video-* --enable-mm-*"
+    "whether images are read is up to the model: leave it out": "--enable-multimodal --language-only",
+    "images come in requests, or from --allowed-media-domains: leave it out": "--allowed-local-media-path",
+    "images are decoded by Pillow in a process of their own: leave it out": (
+        "--mm-* --limit-mm-* --media-* --image-processor-backend --disable-fast-image-processor"
+        " --keep-mm-feature-on-device --enable-prefix-mm-cache"
+        " --interleave-mm-strings --skip-mm-profiling --encoder-* --asr-* --video-* --enable-mm-*"
         " --enable-broadcast-mm-inputs-process --enable-precise-embedding-interpolation --trust-mm-content-hashes"
         " --trust-request-mm-kwargs"
     ),

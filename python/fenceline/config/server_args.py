@@ -570,6 +570,25 @@ class ServerArgs:
         "The library that constrains answers to a JSON schema, a regular expression or a grammar. With none, requests "
         "that ask for it are answered with a 400.",
     )
+    limit_mm_data_per_request: str | None = _api(
+        None,
+        "The most images that a request may have, as in '{\"image\": 8}'; 32 unless given.",
+        aliases=("--limit-mm-per-prompt",),
+        metavar="JSON",
+    )
+    mm_process_config: str | None = _api(
+        None,
+        "The least and the most pixels to which images are resized, as in "
+        '\'{"image": {"min_pixels": 65536, "max_pixels": 1048576}}\'; within the model\'s own limits, which hold '
+        "unless given. Fewer pixels are fewer tokens.",
+        metavar="JSON",
+    )
+    allowed_media_domains: tuple[str, ...] | None = _api(
+        None,
+        "The hosts from which images are fetched, as in images.example.org: at public addresses, and without "
+        "following redirects. Unless given, none: images come in data: URLs.",
+        metavar="HOST",
+    )
     constrained_json_whitespace_pattern: str | None = _api(
         None,
         "How much white space a constrained JSON text may have in one place: the class [\\n\\t ] followed by *, ? or "

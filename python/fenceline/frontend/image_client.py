@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import msgspec
 
 from fenceline.config import num_usable_cores
+from fenceline.config.image_rules import ImageRules
 from fenceline.frontend.image_fetch import fetch
 from fenceline.frontend.job_process import JobProcess, JobQueue, RestartedProcess
 from fenceline.frontend.request_types import ImageSource, RequestError
 from fenceline.images.decode import DECODING, DecodeJob, from_base64, serve
 from fenceline.images.header import HEAD_BYTES, MAX_BYTES, Header, read_header
 from fenceline.images.image_input import ImageInput
-from fenceline.images.rules import ImageRules
 from fenceline.ipc.forked_jobs import JobResult
 
 MAX_WAITING = 1024  # to be decoded

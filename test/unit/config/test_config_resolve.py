@@ -10,7 +10,8 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from huggingface_hub import errors
@@ -19,9 +20,12 @@ from model_files import CONFIG_JSON, make_model_dir
 from fenceline.config import ConfigError, checks
 from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.engine_config import EngineConfig, PriorityConfig, choose_device, resolve, torch_cuda_version
+from fenceline.config.image_rules import image_rules
 from fenceline.config.kv_layout import KVLayout
+from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import model_directory
 from fenceline.config.server_args import ServerArgs, parse_args
+from fenceline.images.prepare import ImageSettings
 
 
 @pytest.fixture
@@ -752,3 +756,50 @@ def test_who_names_a_priority_goes_before_those_that_do_not() -> None:
         args = ServerArgs(model_path="demo", device="cpu", enable_priority_scheduling=True, **flags)  # type: ignore[arg-type]
         assert resolve(args).priority == PriorityConfig(low_first, default, threshold)
     assert resolve(ServerArgs(model_path="demo", device="cpu", default_priority_value=4)).priority is None
+
+
+# --- images
+
+
+@pytest.fixture(scope="module")
+def reads_images() -> ModelConfig:
+    settings = ImageSettings(
+        patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=1 << 20, mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    return cast(ModelConfig, SimpleNamespace(architecture="A", vision=SimpleNamespace(images=settings, placeholder=7)))
+
+
+def test_flags_of_images(reads_images: ModelConfig) -> None:
+    rules = image_rules(ServerArgs(model_path="m"), reads_images)
+    assert rules is not None and (rules.placeholder, rules.max_images, rules.domains) == (7, 32, frozenset())
+    args = parse_args(
+        ["m", "--limit-mm-per-prompt", '{"image": 3, "video": 0}', "--allowed-media-domains", "A.example.org", "b."]
+        + ["--mm-process-config", '{"image": {"max_pixels": 300000}}']
+    )
+    rules = image_rules(args, reads_images)
+    assert rules is not None and (rules.max_images, rules.domains) == (3, {"a.example.org", "b"})
+    assert (rules.settings.min_pixels, rules.settings.max_pixels) == (56 * 56, 300_000)
+    counted = image_rules(ServerArgs(limit_mm_data_per_request='{"image": {"count": 5}}'), reads_images)
+    assert counted is not None and counted.max_images == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"limit_mm_data_per_request": "3"}, "--limit-mm-data-per-request is 3: give a JSON object with image, video"),
+        ({"limit_mm_data_per_request": '{"images": 3}'}, "--limit-mm-data-per-request has 'images'"),
+        ({"limit_mm_data_per_request": '{"image": -1}'}, "image must be a number of images"),
+        ({"limit_mm_data_per_request": "{image: 1}"}, "not valid JSON"),
+        ({"allowed_media_domains": ("https://a.org/",)}, "give a host's name alone"),
+        ({"allowed_media_domains": ("*",)}, "give a host's name alone"),
+        ({"mm_process_config": '{"image": {"pixels": 1}}'}, "--mm-process-config has 'pixels'"),
+        ({"mm_process_config": '{"image": {"max_pixels": "many"}}'}, "must be whole numbers"),
+        ({"mm_process_config": '{"image": {"max_pixels": 5}}'}, "--mm-process-config: min_pixels"),
+    ],
+)
+def test_wrong_flags_of_images(reads_images: ModelConfig, flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        image_rules(ServerArgs(**flags), reads_images)
+    if "is 3" in words:
+        with pytest.raises(ConfigError, match="--limit-mm-data-per-request: Qwen3ForCausalLM reads text only"):
+            resolve(ServerArgs(model_path="demo", device="cpu", **flags))

@@ -16,13 +16,13 @@ from frontend_bench import Bench
 from hostile_images import data_url, hostile_images, oriented, picture, png, written
 from PIL import Image
 
+from fenceline.config.image_rules import ImageRules
 from fenceline.frontend import job_process, request_prepare
 from fenceline.frontend.image_client import ImageClient
 from fenceline.frontend.request_types import GenerateInput, ImageDetail, ImageSource, RequestError, expand_samples
 from fenceline.images.decode import decode
 from fenceline.images.header import MAX_BYTES
 from fenceline.images.prepare import ImageSettings, prepare
-from fenceline.images.rules import ImageRules
 
 SETTINGS = ImageSettings(
     patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280, mean=(0.5,) * 3, std=(0.5,) * 3

@@ -1,0 +1,205 @@
+"""Images through clients against a live server with a model that reads them: the same image gives the same answer on
+every route, hostile ones are refused, and neighbours do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+from hostile_images import data_url, hostile_images, oriented, picture, png, written
+from live_server import LiveServer
+from PIL import Image
+from vision_server import save_vision_model
+
+import fenceline
+
+pytestmark = pytest.mark.slow
+SMALL = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+RED, NOISE = Image.new("RGB", (60, 40), "red"), picture(80, 50)
+QUESTION = "What is in this image?"
+PROMPT = f"<|im_start|>user\n{QUESTION}<|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def live(model: Path) -> Iterator[LiveServer]:
+    flags = ["--served-model-name", "vision", "--device", "cpu", "--limit-mm-data-per-request"]
+    with LiveServer.real("--model-path", str(model), *flags, '{"image": 3}') as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(live: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.base_url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def base64_of(image: Image.Image, format: str = "PNG") -> str:
+    return base64.b64encode(written(image, format)).decode()
+
+
+def asked(*images: Image.Image, text: str = QUESTION) -> list[Any]:
+    """As in the guide of OpenAI."""
+    urls = [f"data:image/png;base64,{base64_of(image)}" for image in images]
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}} for url in urls]
+    return [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
+
+
+def answer(client: openai.OpenAI, *images: Image.Image) -> str:
+    made = client.chat.completions.create(model="vision", messages=asked(*images), **SMALL)
+    return str(made.choices[0].message.content)
+
+
+def test_the_clients_of_openai_and_anthropic_agree(client: openai.OpenAI, live: LiveServer) -> None:
+    expected = answer(client, NOISE)
+    assert len({expected, answer(client, RED), answer(client)}) == 3 and answer(client, NOISE) == expected
+    chunks = client.chat.completions.create(model="vision", messages=asked(NOISE), stream=True, **SMALL)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{base64_of(NOISE)}", "detail": "auto"}
+    items: Any = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}, image]}]
+    settings: dict[str, Any] = {"temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
+    response = client.responses.create(model="vision", input=items, **settings)
+    assert response.output_text == expected
+    later = client.responses.create(model="vision", input="And?", previous_response_id=response.id, **settings)
+    turns = [*asked(NOISE), {"role": "assistant", "content": expected}, {"role": "user", "content": "And?"}]
+    same = client.chat.completions.create(model="vision", messages=turns, **SMALL)
+    assert later.output_text == same.choices[0].message.content
+
+    with anthropic.Anthropic(base_url=live.base_url, api_key="none", max_retries=0) as other:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": base64_of(NOISE)}
+        messages: Any = [
+            {"role": "user", "content": [{"type": "text", "text": QUESTION}, {"type": "image", "source": source}]}
+        ]
+        message = other.messages.create(
+            model="vision", max_tokens=8, messages=messages, extra_body={"ignore_eos": True, "temperature": 0}
+        )
+        assert message.content[0].text == expected  # type: ignore[union-attr]
+        num_tokens = other.messages.count_tokens(model="vision", messages=messages).input_tokens
+        used = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+        assert num_tokens == used == same_usage(client)
+
+    generated = httpx.post(
+        f"{live.base_url}/generate",
+        json={
+            "text": PROMPT,
+            "image_data": base64_of(NOISE),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": 2},
+        },
+    ).json()
+    assert [one["text"] for one in generated] == [expected] * 2
+
+
+def same_usage(client: openai.OpenAI) -> int:
+    made = client.chat.completions.create(model="vision", messages=asked(NOISE), **SMALL)
+    assert made.usage is not None
+    return made.usage.prompt_tokens
+
+
+def test_formats_of_one_picture_give_one_answer(client: openai.OpenAI) -> None:
+    def of(data: bytes) -> str:
+        messages: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(data)}}]}]
+        made = client.chat.completions.create(model="vision", messages=messages, **SMALL)
+        return str(made.choices[0].message.content)
+
+    lossless = [written(NOISE, "PNG"), written(NOISE, "WEBP", lossless=True), written(NOISE.convert("RGBA"), "PNG")]
+    assert len(set(map(of, lossless))) == 1
+    assert of(oriented(6, 50, 80)) != of(oriented(1, 50, 80))
+
+
+def test_several_images_in_several_turns(client: openai.OpenAI) -> None:
+    turns = [*asked(NOISE, RED), {"role": "assistant", "content": "ab"}, *asked(RED)]
+    other = [*asked(RED, NOISE), {"role": "assistant", "content": "ab"}, *asked(RED)]
+    texts = {
+        client.chat.completions.create(model="vision", messages=messages, **SMALL).choices[0].message.content
+        for messages in (turns, other, turns)
+    }
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([png(10_000, 10_000)], r"messages\[0\].content\[1\]: it has 10000x10000 pixels"),
+        ([written(NOISE, "PNG"), b"GIF89a"], r"messages\[0\].content\[2\]: its file is broken"),
+        ([written(NOISE, "PNG")[:900]], r"messages\[0\].content\[1\]: its PNG file is broken"),
+        ([written(RED, "PNG")] * 4, r"messages\[0\].content\[4\]: the request has 4 images, this server takes 3"),
+        ([written(picture(1000, 900), "PNG")], "the prompt has 11.. tokens, this server takes at most 511"),
+    ],
+)
+def test_what_is_refused(client: openai.OpenAI, content: list[bytes], reason: str) -> None:
+    messages = asked()
+    messages[0]["content"] += [{"type": "image_url", "image_url": {"url": data_url(data)}} for data in content]
+    with pytest.raises(openai.BadRequestError, match=reason):
+        client.chat.completions.create(model="vision", messages=messages, **SMALL)
+
+
+def test_image_tokens_in_texts_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="do not write the model's image tokens into texts"):
+        client.chat.completions.create(model="vision", messages=asked(text="<|image_pad|>"), **SMALL)
+
+
+def test_images_are_fetched_from_nowhere(client: openai.OpenAI, live: LiveServer) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": live.base_url}}]}]
+    with pytest.raises(openai.BadRequestError, match="this server fetches no images"):
+        client.chat.completions.create(model="vision", messages=messages, **SMALL)
+
+
+async def _hostile(url: str, count: int, seed: int) -> tuple[set[int], float]:
+    """The statuses of ``count`` hostile requests, and how long the slowest request beside them took."""
+    slowest, statuses = 0.0, set()
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def neighbour() -> None:
+            nonlocal slowest
+            while True:
+                begin = time.perf_counter()
+                assert (await client.get("/v1/models")).status_code == 200
+                slowest = max(slowest, time.perf_counter() - begin)
+
+        async def ask(data: bytes) -> int:
+            messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(data)}}]}]
+            body = {"messages": messages, "max_tokens": 1}
+            return (await client.post("/v1/chat/completions", json=body)).status_code
+
+        beside = asyncio.create_task(neighbour())
+        files = list(hostile_images(count, seed))
+        for start in range(0, count, 8):
+            statuses |= set(await asyncio.gather(*map(ask, files[start : start + 8])))
+        assert not beside.done()
+        beside.cancel()
+    return statuses, slowest
+
+
+def test_hostile_images_cost_nobody_else(live: LiveServer) -> None:
+    statuses, _ = asyncio.run(_hostile(live.base_url, 40, seed=2))
+    assert statuses == {200, 400}
+
+
+@pytest.mark.long
+def test_many_hostile_images_cost_nobody_else(live: LiveServer) -> None:
+    statuses, slowest = asyncio.run(_hostile(live.base_url, 2000, seed=3))
+    assert statuses == {200, 400}
+    assert slowest < 2.0, "on cores that decode at the same time; the unit test measures the event loop alone"
+
+
+def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, model: Path) -> None:
+    with fenceline.Engine(str(model), device="cpu") as engine:
+        params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        texts = [engine.generate(PROMPT, params, image_data=one)["text"] for one in (NOISE, np.asarray(NOISE))]
+        message = {"role": "user", "content": [{"type": "text", "text": QUESTION}, {"type": "image", "image": NOISE}]}
+        texts.append(engine.chat([message], params)["choices"][0]["message"]["content"])
+    assert texts == [answer(client, NOISE)] * 3
