@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -40,11 +41,12 @@ def faults_of(dot: str) -> list[str]:
 
 
 def _excerpt(dot: str, faults: list[str]) -> str:
-    """The beginning of the print, and its lines about the first fault's nodes."""
+    """The beginning of the print, its lines about the first fault's nodes, and the kinds of its edges."""
     lines = dot.splitlines()
     nodes = {f'"{name}"' for name in re.findall(r"\bgraph_\d+_node_\d+", faults[0])}
     named = [line for line in lines[20:] if any(node in line for node in nodes)]
-    return "\n".join([*lines[:20], "...", *named[:20], f"({len(lines)} lines)"])
+    kinds = Counter(re.findall(r'-> "\w+"(.*)', dot))
+    return "\n".join([*lines[:20], "...", *named[:20], f"{len(lines)} lines, edges: {dict(kinds)}"])
 
 
 class KeptGraphs:

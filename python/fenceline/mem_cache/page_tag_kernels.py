@@ -1,4 +1,4 @@
-"""The kernels of ``page_tags`` in Triton. A few programs share a row's pages; one checks a retired page's tag."""
+"""The kernels of ``page_tags`` in Triton. A few programs share a row's pages; one adds up a moved page."""
 
 from __future__ import annotations
 
