@@ -326,8 +326,9 @@ def _everything(random: Random, arrangement: _Arrangement | None, engine: str) -
     flags |= _seldom(random, flags)
     if "kv_cache_dtype" in flags:  # FlashInfer reads no FP8: our own kernels attend in its place
         flags = {name: LAUNCHED if value in PLANNED else value for name, value in flags.items()}
-    if flags.get("model") == "sparse":  # torch's operators alone attend to selected tokens
-        flags |= {name: REFERENCE for name in flags if name.endswith("attention_backend")}
+    if flags.get("model") == "sparse":  # only these attend to selected tokens
+        chosen = [name for name in flags if name.endswith("attention_backend")]
+        flags |= {name: REFERENCE for name in chosen if flags[name] != LAUNCHED}
     arrivals = scenario.arrivals
     if random.random() < 0.4:
         arrivals = _in_bodies(random, arrivals)

@@ -240,12 +240,12 @@ def _sparse(random: Random) -> Scenario:
     selects come back from the host, in pieces of graphs or whole. Some runs verify drafts."""
     kinds = *_OF_ATTENTION, *(workload.make for workload in HICACHE_WORKLOADS if workload.name == "conversations")
     scenario = random.choice(kinds)(random)
-    plain: Flags = {"model": "sparse", "attention_backend": REFERENCE}
     drafts = chains_of_models(random) if random.random() < 0.4 else {}
     if drafts and random.random() < 0.5:
         drafts = {**drafts, "draft": "NEXTN"}
     between = PIECES if random.random() < 0.4 else {}
-    return replace(scenario, flags={**scenario.flags, **drafts, **between, **plain})
+    ours: Flags = {"model": "sparse", "attention_backend": random.choice((LAUNCHED, REFERENCE))}
+    return replace(scenario, flags={**scenario.flags, **drafts, **between, **ours})
 
 
 def _windows(random: Random) -> Scenario:

@@ -226,6 +226,9 @@ class SpeculativeStep(Step):
                 expected[position] = tag
         return expected[self._first_attended(index, part) :]
 
+    def _readable(self, part: int) -> Sequence[I64]:
+        return [self._expected(index, part) for index in range(len(self.seqs))]
+
     def _check_read_by_all(self, op: Operation, part: int) -> None:
         """The forward before has read ``part`` of every request."""
         if self._unread.get(part):

@@ -28,6 +28,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.layers.kernels.accesses import list_attention
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
@@ -262,7 +263,10 @@ class Step:
             if memory is not None:
                 slots = memory.slots(access)
                 self._check_declared(op, memory, slots, writes)
-                (self._write if writes else self._read)(op, memory, slots)
+                if not writes and op.label == list_attention.name:
+                    self._read_some(op, memory, slots)
+                else:
+                    (self._write if writes else self._read)(op, memory, slots)
             elif writes and access.tag is tags.page_table:
                 self._enter_pages(op, access)
             elif writes and access.tag is tags.last_tokens:
@@ -332,6 +336,21 @@ class Step:
             rest, slots = fitting[0]
         first = next(self._candidates(rest, self._in_order[part]), self.seqs[0])
         self._misread_as(op, memory, slots, first, self._to_read(first, part), first.first_read(window))
+
+    def _read_some(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
+        """Check a read of sparse attention: of slots that are tokens of the step's requests, in any order."""
+        slots = self._own(op, memory, slots)
+        if len(slots) == 0:
+            return
+        part = int(memory.part[slots[0]])
+        wrong = np.flatnonzero(~np.isin(memory.held[slots], np.concatenate(self._readable(part))))
+        if len(wrong):
+            self._tags.found(memory, int(slots[wrong[0]]), f"{self._kind} reads it as a token of its requests", op)
+        self._unread[part] = []
+
+    def _readable(self, part: int) -> Sequence[I64]:
+        """What the slots of ``part`` hold that each request may read."""
+        return [self._to_read(seq, part) for seq in self.seqs]
 
     def _own(self, op: Operation, memory: SlotMemory, slots: I64) -> I64:
         """Those of ``slots`` that ``op`` reads which are not the sink's; they must be of the step's pages."""

@@ -230,3 +230,22 @@ def test_fetching_the_token_of_the_kernel_in_front_is_a_race(monkeypatch: pytest
     for seed in range(3):
         found = run(Trial("launched", seed))
         assert found.checker == HAPPENS_BEFORE and re.search(wanted, found.report), found
+
+
+def test_reading_lists_before_they_are_selected_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So attention to lists of slots waits for what has written them before it begins."""
+    right = accesses.list_attention
+
+    def wrong(op: KernelAccesses, *operands: Any) -> None:
+        op.start_dependents()
+        op.read(operands[6])  # the lists' lengths
+        op.wait()
+        right.accesses(op, *operands)
+
+    monkeypatch.setattr(accesses, "list_attention", Kernel(right.name, wrong))
+    wanted = r"1\. select_best writes it on forward(.|\n)*2\. list_attention, before it waits for the kernel in front"
+    found = [run(Trial("sparse", seed)) for seed in range(4)]
+    caught = [one for one in found if not one.clean]
+    assert caught, "some of these runs attend by our own kernels"
+    for one in caught:
+        assert one.checker == HAPPENS_BEFORE and re.search(wanted, one.report), one.report

@@ -504,6 +504,28 @@ def _decodes() -> Iterator[Launch]:
         operands = (q, k_cache, v_cache, out, table, rows, seq_lens, *scratch)
         name = f"decode_attention of {lens}, {num_queries} queries, pages of {page_size}, window {window}"
         yield Launch(name, accesses.decode_attention, operands, run, [out], decode_attention)
+    for counts, heads, is_latent in (([34, 5], 20, True), ([17, 1, 33], 3, False)):
+        k_cache, v_cache, table, rows, seq_lens = _paged(counts, 1, (heads, 1))
+        v_cache = k_cache if is_latent else v_cache
+        q = _random(len(counts), heads, 16)
+        tiles, value_dim = decode_attention.query_tiles(heads), value_dim_of(k_cache, v_cache)
+        workspace = decode_attention.DecodeWorkspace(1, value_dim, 4, torch.device("cpu"), tiles)
+
+        def attend(
+            pdl: bool, q: Any, k: Any, v: Any, out: Any, slots: Any, lists: Any, counts: Any, partial: Any, stats: Any,
+            num_done: Any,
+        ) -> None:  # fmt: skip
+            space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
+            tiles = decode_attention.query_tiles(q.shape[1])
+            space.max_workers, space.segments, space.shape = 4, 0, (1, value_dim_of(k, v), tiles)
+            space.partial, space.stats, space.num_done = partial, stats, num_done
+            config = decode_attention.DecodeConfig(16, 3, 4, 2)
+            requests, rules = decode_attention.PagedRequests(slots, lists, counts, 1), _rules(k, v, None, None)
+            decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config, rules=rules, out=out)
+
+        scratch = (workspace.partial, workspace.stats, workspace.num_done)
+        operands = (q, k_cache, v_cache, torch.empty_like(q), table, rows, seq_lens, *scratch)
+        yield Launch(f"list_attention of {counts}", accesses.list_attention, operands, attend)
     # Lengths, heads, queries, features of a value, further features of a key.
     for lens, heads, num_queries, value_dim, tail in (([70, 40], 5, 2, 12, 4), ([64], 5, 1, 16, 16)):
         tiles = decode_attention.query_tiles(num_queries * heads)

@@ -52,6 +52,14 @@ class AttentionInputs:
         assert bool((lens <= self.seq_lens_cpu).all()), "seq_lens include this step's tokens"
         assert self.mode is not ForwardMode.DECODE or bool((lens == 1).all()), "decode has one query per request"
 
+    def each_query(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row of each query's request [T] and how many tokens the query sees [T], both int64. EXTEND only."""
+        assert self.query_starts is not None, "EXTEND says where each request's queries start"
+        ends = self.query_starts[1:].long()
+        queries = torch.arange(int(self.query_lens_cpu.sum()), device=ends.device)
+        requests = torch.searchsorted(ends, queries, right=True)
+        return self.rows[requests], (self.seq_lens - ends)[requests] + queries + 1
+
 
 @dataclass(frozen=True, slots=True)
 class GraphDecodeInputs:

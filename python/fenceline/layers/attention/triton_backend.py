@@ -321,14 +321,8 @@ class _ExtendPlan(_Plan):
 
     def _queries(self) -> tuple[PagedRequests, QueryTree]:
         if self._each is None:
-            requests, starts = self._requests, self._inputs.query_starts
-            assert starts is not None
-            num, device = int(self._inputs.query_lens_cpu.sum()), starts.device
-            of_query = torch.repeat_interleave(
-                torch.arange(len(requests.rows), device=device), starts.diff().long(), output_size=num
-            )
-            ends = torch.arange(1, num + 1, device=device) + (requests.seq_lens - starts[1:]).index_select(0, of_query)
-            self._each = replace(requests, rows=requests.rows.index_select(0, of_query), seq_lens=ends)
+            rows, seq_lens = self._inputs.each_query()
+            self._each = replace(self._requests, rows=rows, seq_lens=seq_lens)
         return self._each, QueryTree(1, 1)
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

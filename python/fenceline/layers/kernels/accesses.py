@@ -194,6 +194,29 @@ def decode_attention(
         op.write(written)
 
 
+@declare_kernel
+def list_attention(
+    op: KernelAccesses,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    lists: torch.Tensor,
+    counts: torch.Tensor,
+    partial: torch.Tensor,
+    stats: torch.Tensor,
+    num_done: torch.Tensor,
+) -> None:
+    """``decode_attention.decode_attention`` over lists of slots, which the preceding kernel may have written."""
+    op.read(q)
+    for cache in _distinct(k_cache, v_cache):
+        op.read_tokens(cache, slots, lists, counts, 1)
+    op.read(num_done)
+    for written in (out, partial, stats, num_done):
+        op.write(written)
+
+
 # The second launch of ``decode_attention.decode_attention``, if it merges apart. Of ``out`` it writes the rows of
 # requests that several workers share.
 merge_pieces = declared("merge_pieces", "partial stats seq_lens out", "seq_lens | > partial stats -> out")
