@@ -1,13 +1,14 @@
 """Measures attention over latent rows on a GPU (512 + 64 features, bf16 or FP8), as decode, verify and prefill run it.
 
-    python benchmark/kernels/bench_latent_attention.py [--heads 16 20 128] [--kv bf16 fp8] [--sweep] [--sparse]
+    python benchmark/kernels/bench_latent_attention.py [--heads 16 20 128] [--kv bf16 fp8] [--batches 8x1024] [--sweep]
+                                                       [--sparse]
 
 Each line is one layer's attention in a captured graph of 8 layers with rows of their own: microseconds, the rate at
 which the rows are read once, in GB/s (1e9 bytes), and its share of --rate, or the TFLOP/s of a prefill. Lines of sparse
 attention (2,048 tokens, chosen by an indexer of 64 heads of 128 features) compare it with attention to all tokens; of
-its time, "attending" is what remains in a layer that shares another's selection. With --sweep decode is timed with
-other configurations too (block, warps, stages, workers on each multiprocessor, fewest blocks of a worker), best first.
-Not all compile: some need more shared memory than there is.
+its time, "attending" is what remains in a layer that shares another's selection. With --sweep other configurations are
+timed too (block, warps, stages, for decode also workers on each multiprocessor and fewest blocks of a worker), best
+first. Not all compile: some need more shared memory than there is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, IndexQueries
 from fenceline.layers.kernels.index_rows import packed, rounded
-from fenceline.layers.kernels.triton.decode_attention import DecodeConfig
+from fenceline.layers.kernels.triton.decode_attention import DecodeConfig, query_tiles
+from fenceline.layers.kernels.triton.extend_attention import ExtendConfig
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device, open_device
 from fenceline.memory_order.guards import first_of_best
@@ -39,12 +41,17 @@ DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 class _Cut(TritonAttentionBackend):
-    """Decodes with ``config`` if it is given."""
+    """Decodes with ``config`` and extends with ``extends`` if these are given."""
 
+    num_heads = 0
     config: DecodeConfig | None = None
+    extends: ExtendConfig | None = None
 
     def decode_config(self, batch: int) -> DecodeConfig:
         return self.config or super().decode_config(batch)
+
+    def extend_config(self, max_rows: int) -> ExtendConfig:
+        return self.extends or super().extend_config(max_rows)
 
 
 class _Selecting(TritonAttentionBackend):
@@ -93,27 +100,42 @@ def setting_of(
 
 
 def backend_of(setting: AttentionSetting) -> _Cut:
-    return _Cut(setting.kv_pool, 0, setting.rules, setting.num_heads)
+    backend = _Cut(setting.kv_pool, 0, setting.rules, setting.num_heads)
+    backend.num_heads = setting.num_heads
+    return backend
 
 
-def cuts(backend: _Cut, tiles: int) -> Iterator[DecodeConfig]:
-    for block, warps, stages, each, blocks in itertools.product((16, 32, 64), (4, 8), (3, 5, 7), (1, 2), (1, 2, 8)):
+def cuts(backend: _Cut) -> Iterator[DecodeConfig]:
+    """Warps, stages and registers that the sums of a tile fit in, with its block; then how the blocks are divided."""
+    tiles, rows = query_tiles(backend.num_heads)
+    shapes = [(32, 8, 5), (32, 8, 2), (64, 8, 2), (64, 8, 3)]
+    if rows < 64:
+        shapes = [(32, 4, 5), (32, 8, 5), (32, 8, 3), (64, 4, 3), (64, 8, 3)]
+    for (block, warps, stages), (each, blocks) in itertools.product(shapes, ((1, 1), (1, 2), (2, 1), (2, 2))):
         workers = max(backend.num_sms * each // tiles, 1)
-        yield DecodeConfig(block, workers, warps, stages, backend._launch_pdl, min_blocks=blocks, merge_apart=True)
+        registers = 128 if warps == 8 and each == 2 and rows < 64 else None
+        yield DecodeConfig(
+            block, workers, warps, stages, backend._launch_pdl, registers, min_blocks=blocks, merge_apart=True
+        )
 
 
-def sweep(backend: _Cut, setting: AttentionSetting, batch: MeasuredBatch) -> None:
-    found = []
-    given = backend.decode_config(batch.num_requests)
-    for config in cuts(backend, -(-setting.num_heads // 64)):
-        backend.config = config
+def sweep(backend: _Cut, setting: AttentionSetting, mode: ForwardMode, batch: MeasuredBatch) -> None:
+    found: list[tuple[float, DecodeConfig | ExtendConfig]] = []
+    if mode is ForwardMode.DECODE:
+        configs: list[DecodeConfig | ExtendConfig] = [*cuts(backend)]
+    else:
+        configs = [ExtendConfig(64, *cut) for cut in ((32, 8, 2), (32, 8, 3), (64, 8, 2), (64, 4, 2), (128, 8, 2))]
+    for config in configs:
+        backend.config = config if isinstance(config, DecodeConfig) else None
+        backend.extends = config if isinstance(config, ExtendConfig) else None
         try:
-            found.append((measure_us(backend, setting, ForwardMode.DECODE, batch), config))
+            found.append((measure_us(backend, setting, mode, batch), config))
         except triton_errors():
             continue
-    backend.config = None
+    backend.config = backend.extends = None
     for us, config in sorted(found, key=lambda pair: pair[0])[:5]:
-        print(f"      {us:8.1f} us  {config}")
+        print(f"      {us:8.1f} us  {config}", flush=True)
+    given = backend.decode_config(batch.num_requests) if mode is ForwardMode.DECODE else backend.extend_config(1 << 20)
     print(f"      in use: {given}")
 
 
@@ -141,11 +163,17 @@ def triton_errors() -> tuple[type[Exception], ...]:
     return OutOfResources, PTXASError, CompilationError
 
 
+def batch_of(text: str) -> tuple[int, int]:
+    requests, tokens = text.split("x")
+    return int(requests), int(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 20, 128])
     parser.add_argument("--kv", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rate", type=float, default=4300.0, help="GB/s of the memory")
+    parser.add_argument("--batches", nargs="+", type=batch_of, default=DECODE, help="decode's: REQUESTSxTOKENS")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sparse", action="store_true", help="only sparse attention beside that to all tokens")
     args = parser.parse_args()
@@ -155,7 +183,7 @@ def main() -> None:
         if args.sparse:
             compare_sparse(device, num_heads, kv)
             continue
-        for requests, tokens in DECODE:
+        for requests, tokens in args.batches:
             batch = MeasuredBatch(requests, tokens)
             setting = setting_of(device, num_heads, DTYPES[kv], batch)
             backend = backend_of(setting)
@@ -164,15 +192,18 @@ def main() -> None:
             case = f"{num_heads:4d} heads {kv} decode {requests:4d} x {tokens:6d}"
             print(f"{case} {us:9.1f} us {rate:7.0f} GB/s {rate / args.rate:6.1%}", flush=True)
             if args.sweep:
-                sweep(backend, setting, batch)
+                sweep(backend, setting, ForwardMode.DECODE, batch)
         for batch in EXTEND:
             setting = setting_of(device, num_heads, DTYPES[kv], batch)
-            us = measure_us(backend_of(setting), setting, ForwardMode.EXTEND, batch)
+            backend = backend_of(setting)
+            us = measure_us(backend, setting, ForwardMode.EXTEND, batch)
             new = batch.num_tokens - batch.prefix_len
             pairs = batch.num_requests * (new * batch.prefix_len + new * (new + 1) // 2)
             flops = 2 * pairs * num_heads * (2 * RANK + ROPE)
             case = f"{num_heads:4d} heads {kv} prefill {batch.num_requests} x {new} after {batch.prefix_len}"
             print(f"{case} {us:9.1f} us {flops / us / 1e6:7.0f} TFLOP/s", flush=True)
+            if args.sweep:
+                sweep(backend, setting, ForwardMode.EXTEND, batch)
 
 
 if __name__ == "__main__":

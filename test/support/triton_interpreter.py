@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def set_up_interpreter() -> None:
     patch_once_a_launch()
     make_types_quickly()
     turn_programs_round()
+    convert_by_instruction()
 
 
 def in_front_of_nan(x: torch.Tensor) -> torch.Tensor:
@@ -171,6 +173,20 @@ def turn_programs_round() -> None:
 
     InterpreterBuilder.set_grid_dim = set_grid_dim  # type: ignore[method-assign]
     InterpreterBuilder.set_grid_idx = set_grid_idx  # type: ignore[method-assign]
+
+
+def convert_by_instruction() -> None:
+    """Let the interpreter do the instructions that convert E4M3 to float16."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
+
+    def create_inline_asm(self, asm, constraints, values, types, is_pure, pack):  # type: ignore[no-untyped-def]
+        assert "cvt.rn.f16x2.e4m3x2" in asm, "no other instruction of FP8"
+        numbers = _convert_float(values[0].data, values[0].dtype, tl.float16, None).view(np.float16)
+        return SimpleNamespace(get_result=lambda index: TensorHandle(numbers, tl.float16))
+
+    InterpreterBuilder.create_inline_asm = create_inline_asm  # type: ignore[method-assign]
 
 
 def add_in_order() -> None:

@@ -604,11 +604,16 @@ def compile_for(arch: str) -> None:
     compile_kernel(extend, phi | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
     # A latent row of DeepSeek's models, for 16 and 128 heads, as decode_config and extend_config cut the work.
     row = {"NUM_KV_HEADS": 1, "HEAD_DIM": 512, "DIM_PAD": 512, "TAIL": 64, "TAIL_PAD": 64, "SHARED": True}
-    row = common | row | {"BLOCK_N": 32, "PAGE_SIZE": 16}
+    row = common | row | {"BLOCK_N": 64, "PAGE_SIZE": 16}
     few = decode | one | {"GROUP": 16, "MERGED_ROWS": 16, "PART": 16, "MERGE": 1, "MIN_BLOCKS": 2, "APART": True}
     many = few | {"GROUP": 128, "ROWS": 64, "MERGED_ROWS": 64, "PART": 32}
+    few |= {"BLOCK_N": 32}
     compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl)
-    compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 5, pdl, "fp8e4nv")
+    ptx = compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl, "fp8e4nv")
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == 32 * 576 // 128 // 2, "a block is converted once"
+    assert ptx.count("cp.async.cg.shared.global") >= 2 * 32 * 576 // 128 // 16, "and copied ahead of time"
+    for kv in ("bf16", "fp8e4nv"):
+        compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 2, pdl, kv)
     compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
     merge = {name: (row | many)[name] for name in decode_attention._merge_pieces_kernel.arg_names if name in row | many}
     for part, chunk in ((1, 128), (4, 512)):

@@ -41,7 +41,7 @@ _MAX_WORKERS_PER_SM = 4
 _FIXED_WORKERS_PER_SM = 2  # of tiles that always have 64 rows
 _FIXED_WORKSPACE_BYTES = 256 << 20  # there are fewer workers if their segments need more
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
-_LATENT_MIN_BLOCKS = 2  # a worker that has fewer blocks of latent rows spares less time than its piece takes to merge
+_LATENT_MIN_TOKENS = 64  # a worker that has fewer latent rows spares less time than its piece takes to merge
 _LATENT_WORKERS_PER_SM = 2
 _MOST_LISTS = 1024  # of tokens that one launch attends to; each of its workers reads all lengths
 
@@ -158,10 +158,13 @@ class TritonAttentionBackend(AttentionBackend):
             # The sums of 64 rows fill the registers of eight warps, those of 32 rows half of that.
             is_large = tiles[1] == 64 or self._keys.element_size() > 2
             num_workers = max(self._num_workers(1 if is_large else _LATENT_WORKERS_PER_SM) // tiles[0], 1)
-            block_n, num_stages = (16, 1) if self._keys.element_size() > 2 else (32, 5)
+            # With more stages the operands of 64 rows, in shared memory, are addressed anew at each product.
+            block_n, num_stages = (64, 2) if tiles[1] == 64 else (32, 5)
+            if self._keys.element_size() > 2:
+                block_n, num_stages = 16, 1
             return DecodeConfig(
                 block_n, num_workers, 8 if is_large else 4, num_stages, self._launch_pdl,
-                min_blocks=_LATENT_MIN_BLOCKS, merge_apart=True,
+                min_blocks=_LATENT_MIN_TOKENS // block_n, merge_apart=True,
             )  # fmt: skip
         num_workers = max(self._num_workers(2) // tiles[0], 1)
         if self._keys.element_size() > 2:
@@ -191,7 +194,7 @@ class TritonAttentionBackend(AttentionBackend):
             tiles = 2 if max_rows > 64 and block_n == 64 else 1  # twice the rows take twice the warps
             return ExtendConfig(64 * tiles, block_n, num_warps * tiles, num_stages, self._segment)
         if self._shared:
-            return ExtendConfig(16, 16, 4, 1) if self._keys.element_size() > 2 else ExtendConfig(64, 32, 8, 2)
+            return ExtendConfig(16, 16, 4, 1) if self._keys.element_size() > 2 else ExtendConfig(64, 64, 8, 2)
         if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if self._wide:

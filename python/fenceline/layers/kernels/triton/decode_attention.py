@@ -347,7 +347,7 @@ def _decode_kernel(
             seq_lens_ptr, rows_ptr, ancestors_ptr, next_request, PATHS, PATH_NODES
         )
         first_query = tl.cast(request, tl.int64) * NUM_QUERIES
-        q = tl.load(q_ptr + first_query * q_stride + q_offsets, mask=row_live, other=0.0)
+        q = operand(tl.load(q_ptr + first_query * q_stride + q_offsets, mask=row_live, other=0.0), k_ptr, SHARED)
         q_tail = q
         if TAIL > 0:
             in_tail = tl.arange(0, TAIL_PAD)
@@ -355,6 +355,7 @@ def _decode_kernel(
                 q_ptr + first_query * q_stride + q_rows + (HEAD_DIM + in_tail)[None, :],
                 mask=in_heads(query_live[:, None], in_tail, TAIL, TAIL_PAD), other=0.0,
             )  # fmt: skip
+            q_tail = operand(q_tail, k_ptr, SHARED)
         if TREE:
             ancestors = tl.load(ancestors_ptr + first_query + queries, mask=query_live, other=0)
         top = tl.full([ROWS], _NO_SCORE, tl.float32)
@@ -623,16 +624,67 @@ def scores_and_values(
     """The products of q [ROWS, DIM_PAD] and its tail with the keys in ``slots`` [N], float32 [ROWS, N], and the values
     there [N, DIM_PAD]. Without MASKED all of them are ``live``."""
     STRIDE: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + TAIL)
-    k = _rows_at(k_ptr, slots, live, STRIDE, 0, HEAD_DIM, DIM_PAD, MASKED).to(q.dtype)
+    k = _rows_at(k_ptr, slots, live, STRIDE, 0, HEAD_DIM, DIM_PAD, MASKED)
     if SHARED:
+        k = _converted(k, q)
         v = k
     else:
+        k = k.to(q.dtype)
         v = _rows_at(v_ptr, slots, live, NUM_KV_HEADS * HEAD_DIM, 0, HEAD_DIM, DIM_PAD, MASKED).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if TAIL > 0:
-        k_tail = _rows_at(k_ptr, slots, live, STRIDE, HEAD_DIM, TAIL, TAIL_PAD, MASKED).to(q.dtype)
-        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+        # First: its barrier between the writes of converted keys and their reads is that of all keys then. Otherwise q
+        # would be read into registers in front of a barrier of its own, and there are not enough.
+        k_tail = _converted(_rows_at(k_ptr, slots, live, STRIDE, HEAD_DIM, TAIL, TAIL_PAD, MASKED), q)
+        scores = tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     return scores, v
+
+
+@triton.jit
+def operand(q, k_ptr, SHARED: tl.constexpr):
+    """q in the type in which it is multiplied by rows that are keys and values. If they are FP8 this is float16, to
+    which one instruction converts two numbers. 64 rows stay bfloat16, because they are multiplied from shared memory
+    only if they are what was loaded."""
+    if (SHARED and k_ptr.dtype.element_ty == tl.float8e4nv) and (q.dtype == tl.bfloat16 and q.shape[0] < 64):
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
+def _converted(rows, q):
+    """Rows of the pool in q's type. Triton converts operands of products in their registers: these here twice, once for
+    each product, and without copying them ahead of time. It leaves instructions where they are that may have effects.
+
+    An E4M3 number with its bits where a bfloat16 has them is 2^-120 of itself."""
+    if rows.dtype == tl.float8e4nv and q.dtype == tl.float16:
+        rows = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [rows], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    elif rows.dtype == tl.float8e4nv and q.dtype == tl.bfloat16:
+        rows = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, sign, scale, zero;
+            mov.b32 scale, 0x7b807b80;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 a, 0, $2, 0x5140;
+            and.b32 sign, a, 0x80008000;
+            shr.b32 a, a, 4;
+            lop3.b32 a, a, 0x07f007f0, sign, 0xea;
+            fma.rn.bf16x2 $0, a, scale, zero;
+            prmt.b32 b, 0, $2, 0x7362;
+            and.b32 sign, b, 0x80008000;
+            shr.b32 b, b, 4;
+            lop3.b32 b, b, 0x07f007f0, sign, 0xea;
+            fma.rn.bf16x2 $1, b, scale, zero;
+            }""",
+            "=r,=r,r", [rows], dtype=tl.bfloat16, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        rows = rows.to(q.dtype)
+    return rows
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from fenceline.layers.kernels.triton.decode_attention import (
     PagedRequests,
     in_heads,
     merged,
+    operand,
     padded_batch,
     padded_head_dim,
     scores_and_values,
@@ -179,12 +180,12 @@ def _extend_kernel(
     row_live = in_heads(query_live, dims, HEAD_DIM, DIM_PAD)
     WIDTH: tl.constexpr = HEAD_DIM + TAIL  # of a head's query, key and place in the result
     q_at = q_ptr + (start + tokens).to(tl.int64)[:, None] * q_stride + heads[:, None] * WIDTH
-    q = tl.load(q_at + dims[None, :], mask=row_live, other=0.0)
+    q = operand(tl.load(q_at + dims[None, :], mask=row_live, other=0.0), k_ptr, SHARED)
     q_tail = q
     if TAIL > 0:
         in_tail = tl.arange(0, TAIL_PAD)
         wanted = in_heads(query_live, in_tail, TAIL, TAIL_PAD)
-        q_tail = tl.load(q_at + (HEAD_DIM + in_tail)[None, :], mask=wanted, other=0.0)
+        q_tail = operand(tl.load(q_at + (HEAD_DIM + in_tail)[None, :], mask=wanted, other=0.0), k_ptr, SHARED)
 
     prefix = seq_len - num_queries
     num_visible_to_all = prefix + first_row // GROUP + 1
