@@ -49,8 +49,24 @@ def _qwen2_5_vl() -> transformers.PreTrainedModel:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def _qwen3_vl() -> transformers.PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 3, 1], "mrope_interleaved": True}
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "num_position_embeddings": 36}
+    config = transformers.Qwen3VLConfig(
+        text_config=_TEXT | {"rope_parameters": rope, "head_dim": 16, "tie_word_embeddings": True},
+        vision_config=tower | {"out_hidden_size": 48, "deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE,
+        video_token_id=111,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+        tie_word_embeddings=True,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
 VISION_MODELS: Mapping[str, Callable[[], transformers.PreTrainedModel]] = {
-    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": _qwen3_vl,
 }
 
 
@@ -60,12 +76,27 @@ def save_vision_checkpoint(name: str, directory: Path) -> transformers.PreTraine
     torch.manual_seed(0)
     model = VISION_MODELS[name]().eval().requires_grad_(False)
     for key, param in model.named_parameters():
-        if "norm" in key or "ln_q" in key:
+        if ("norm" in key or "ln_q" in key) and not key.endswith("bias"):
             param.normal_(1.0, 0.1)
         else:
             param.normal_(0.0, 0.15 if param.dim() > 1 else 0.3)
     model.save_pretrained(directory)
+    processor_of(model).save_pretrained(directory)
     return model
+
+
+def processor_of(model: transformers.PreTrainedModel) -> transformers.BaseImageProcessor:
+    """What prepares images for ``model``, with Pillow."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if model.config.model_type == "qwen3_vl":
+        return Qwen2VLImageProcessorPil(
+            patch_size=16,
+            size={"shortest_edge": 2048, "longest_edge": 300_000},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        )
+    return Qwen2VLImageProcessorPil()
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -73,6 +104,17 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     random = np.random.default_rng(seed)
     colours = Image.fromarray(random.integers(0, 200, (3, 3, 3), dtype=np.uint8)).resize((width, height))
     return Image.fromarray(np.asarray(colours) + random.integers(0, 56, (height, width, 3), dtype=np.uint8))
+
+
+ONE = [BEGIN, IMAGE, END]
+Case = tuple[list[int], list[Image.Image]]  # a prompt, with one IMAGE for each picture
+CASES: list[Case] = [
+    ([3, 4, 5, *ONE, 7, 8], [picture(60, 90, 1)]),
+    ([*ONE, *ONE, 9], [picture(90, 60, 2), picture(1, 1, 3)]),
+    ([3, 1, 4, 1, 5, 9], []),
+    ([5] * 15 + [*ONE, 6, 7], [picture(140, 140, 5)]),  # a chunk ends at the image's first token
+    ([3, 4, 5, *ONE, 7, *ONE, 8, *ONE], [picture(13, 400, 6), picture(200, 30, 7), picture(13, 400, 6)]),
+]
 
 
 def vision_driver(
@@ -104,9 +146,7 @@ def theirs(
     model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int = 8
 ) -> list[int]:
     """The tokens that transformers answers with, greedily. ``ids`` are expanded as the request's are."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    inputs = dict(Qwen2VLImageProcessorPil()(list(pictures), return_tensors="pt")) if pictures else {}
+    inputs = dict(processor_of(model)(list(pictures), return_tensors="pt")) if pictures else {}
     prompt = torch.tensor([list(ids)])
     output = model.generate(
         input_ids=prompt,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
 from fenceline.config.quantization import QuantConfig
-from fenceline.config.vision import VisionConfig, qwen2_5_vl
+from fenceline.config.vision import VisionConfig, qwen2_5_vl, qwen3_vl
 
 _MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
 
@@ -635,6 +635,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
+        "Qwen3VLForConditionalGeneration": Family(head_dim=128, rope_theta=5e5, text_defaults={}, vision=qwen3_vl),
         "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True, switches=("attention_out_bias",)),
         "SmolLM3ForCausalLM": Family(rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated),
     }

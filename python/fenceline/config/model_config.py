@@ -58,8 +58,9 @@ class ModelConfig:
     linear layers; None: ``dtype``. ``experts`` is None for dense models. ``latent`` is None for models whose layers
     keep keys and values; otherwise all heads share one row, which counts as one key/value head, and ``head_dim`` is
     that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected. ``vision``
-    is the tower of a model that reads images; None: it reads texts alone. ``rope_sections`` are the numbers of rotated
-    pairs that turn by a token's place in time, by its row and by its column; empty: positions have one axis.
+    is the tower of a model that reads images; None: it reads texts alone. ``rope_axes`` says by
+    which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2 the column in an image; empty:
+    positions have one axis.
     """
 
     model_path: str
@@ -101,7 +102,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     indexer: IndexerConfig | None = None
     vision: VisionConfig | None = None
-    rope_sections: tuple[int, ...] = ()
+    rope_axes: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -277,7 +278,7 @@ class ModelConfig:
             latent=sizes,
             indexer=indexer,
             vision=vision,
-            rope_sections=() if vision is None else _rope_sections(hf, int(rotary_dim * partial_rotary)),
+            rope_axes=() if vision is None else _rope_axes(hf, int(rotary_dim * partial_rotary)),
             sampling_defaults=_sampling_defaults(generation),
             hf_config=plain,
         )
@@ -619,16 +620,20 @@ def _check_divisors(scaling: RopeScaling | None, rotated: int) -> None:
             )
 
 
-def _rope_sections(hf: Mapping[str, object], rotated: int) -> tuple[int, ...]:
-    """``ModelConfig.rope_sections`` of a model that rotates so many features of a head."""
+def _rope_axes(hf: Mapping[str, object], rotated: int) -> tuple[int, ...]:
+    """``ModelConfig.rope_axes`` of a model that rotates so many features of a head: sections one after the other, or
+    pairs that take turns, as long as a section has any left."""
     raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    sections = ConfigReader(raw if isinstance(raw, Mapping) else {}).numbers("mrope_section")
-    if sections and (len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != rotated):
+    reader, num_pairs = ConfigReader(raw if isinstance(raw, Mapping) else {}), rotated // 2
+    sections, take_turns = reader.numbers("mrope_section"), reader.switch("mrope_interleaved")
+    if sections and (len(sections) != 3 or min(sections) < 0 or sum(sections) != num_pairs):
         raise ConfigError(
-            f"config.json: mrope_section {list(sections)} must be three numbers whose sum is {rotated // 2}, the pairs"
-            " of a head that rotate"
+            f"config.json: mrope_section {list(sections)} must be three numbers whose sum is {num_pairs}, the pairs of"
+            " a head that rotate"
         )
-    return sections
+    if not take_turns:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    return tuple(pair % 3 if sections and pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
 
 
 def scaled_context_length(max_position_embeddings: int, scaling: RopeScaling | None) -> int:

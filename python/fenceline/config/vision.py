@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fenceline.config import ConfigError, require
@@ -20,7 +21,10 @@ class VisionConfig:
     published config.json where they differ little: ``depth`` layers of ``num_heads`` heads. ``images``: what it is
     given. ``placeholder``: the id of the token that stands for one embedding in a prompt. A patch is repeated for
     ``temporal_patch_size`` frames. Layers attend to all patches of an image (``full_layers``), or within windows of
-    ``window`` x ``window`` embeddings."""
+    ``window`` x ``window`` embeddings. ``is_gated``: they have RMS norms and gated MLPs, otherwise layer norms and
+    plain MLPs. ``position_side``: of the square of learned positions, which is stretched over an image; 0: there are
+    none. ``deepstack``: the layers after each of which further embeddings are made. These are added to the hidden
+    states of images' tokens after the text model's first layers, one after the other (DeepStack, arXiv:2406.04334)."""
 
     images: ImageSettings
     placeholder: int
@@ -32,32 +36,74 @@ class VisionConfig:
     temporal_patch_size: int
     full_layers: frozenset[int]
     window: int
+    is_gated: bool = True
+    position_side: int = 0
+    deepstack: tuple[int, ...] = ()
 
 
 def qwen2_5_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
     """The tower of Qwen2.5-VL. ``hf`` is the whole config.json."""
     reader = _inside(hf, "vision_config")
-    patch, merge = reader.size("patch_size", 14), reader.size("spatial_merge_size", 2)
-    depth = reader.size("depth", 32, most=_MOST_LAYERS)
+    sizes = _sizes(hf, directory, reader, patch_size=14, depth=32, hidden=(1280, 3420), activation="silu")
+    factor = sizes.images.factor
     window = reader.size("window_size", 112)
     require(
-        window % (patch * merge) == 0,
-        f"config.json: window_size {window} must be a multiple of {patch * merge}, the pixels of an embedding",
+        window % factor == 0,
+        f"config.json: window_size {window} must be a multiple of {factor}, the pixels of an embedding",
     )
     full = reader.numbers("fullatt_block_indexes") or (7, 15, 23, 31)
-    if reader.values.get("hidden_act") not in (None, "silu"):
-        raise ConfigError(f"config.json: hidden_act {reader.values['hidden_act']!r} of the tower must be silu")
+    return replace(sizes, full_layers=frozenset(full), window=window // factor)
+
+
+def qwen3_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
+    """The tower of Qwen3-VL. ``hf`` is the whole config.json."""
+    reader = _inside(hf, "vision_config")
+    act = "gelu_pytorch_tanh"
+    sizes = _sizes(hf, directory, reader, patch_size=16, depth=27, hidden=(1152, 4304), activation=act)
+    num_positions = reader.size("num_position_embeddings", 2304)
+    side, deepstack = math.isqrt(num_positions), reader.numbers("deepstack_visual_indexes")
+    require(
+        side * side == num_positions,
+        f"config.json: num_position_embeddings {num_positions} must be the square of a whole number",
+    )
+    if "deepstack_visual_indexes" not in reader.values:
+        deepstack = (8, 16, 24)
+    ascends = list(deepstack) == sorted({layer for layer in deepstack if 0 <= layer < sizes.depth})
+    require(ascends, f"config.json: deepstack_visual_indexes {list(deepstack)} must be layers of the tower, ascending")
+    return replace(sizes, is_gated=False, position_side=side, deepstack=deepstack)
+
+
+def _sizes(
+    hf: Mapping[str, object],
+    directory: Path,
+    reader: ConfigReader,
+    patch_size: int,
+    depth: int,
+    hidden: tuple[int, int],
+    activation: str,
+) -> VisionConfig:
+    """What Qwen's towers have in common, without windows. ``reader``: of vision_config. The sizes are defaults;
+    ``activation`` is the only one that is computed."""
+    patch, merge = reader.size("patch_size", patch_size), reader.size("spatial_merge_size", 2)
+    depth = reader.size("depth", depth, most=_MOST_LAYERS)
+    stated = reader.values.get("hidden_act", activation)
+    require(stated == activation, f"config.json: hidden_act {stated!r} of the tower is not supported, {activation} is")
+    size, num_heads = reader.size("hidden_size", hidden[0]), reader.size("num_heads", 16)
+    require(
+        size % (4 * num_heads) == 0,
+        f"config.json: the tower's hidden_size {size} must be a multiple of four times its {num_heads} heads",
+    )
     return VisionConfig(
         images=_image_settings(directory, patch, merge),
         placeholder=ConfigReader(hf).count("image_token_id", default=151_655),
         depth=depth,
-        hidden_size=reader.size("hidden_size", 1280),
-        intermediate_size=reader.size("intermediate_size", 3420),
-        num_heads=reader.size("num_heads", 16),
+        hidden_size=size,
+        intermediate_size=reader.size("intermediate_size", hidden[1]),
+        num_heads=num_heads,
         out_size=reader.size("out_hidden_size", 3584),
         temporal_patch_size=reader.size("temporal_patch_size", 2),
-        full_layers=frozenset(full),
-        window=window // (patch * merge),
+        full_layers=frozenset(range(depth)),
+        window=1 << 20,
     )
 
 

@@ -190,15 +190,22 @@ class PieceBuffers:
 @dataclass(frozen=True, slots=True)
 class ImageRows:
     """Where tokens of a step take the embeddings of images in place of their own. ``rows`` [T] int64: a token's row of
-    ``embeddings`` [num_rows, at least hidden_size], or the sink's for a token that keeps its own."""
+    ``embeddings`` [num_rows, hidden_size], or the sink's for a token that keeps its own. Behind these, rows may have
+    more embeddings of the same size, which are added to hidden states."""
 
     rows: torch.Tensor
     embeddings: torch.Tensor
 
     def merged(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size], the embeddings of all tokens, with those of images in their places."""
-        taken = self.embeddings.index_select(0, self.rows)[:, : x.shape[1]]
-        return torch.where((self.rows == SINK_ROW).unsqueeze(1), x, taken)
+        return torch.where((self.rows == SINK_ROW).unsqueeze(1), x, self._taken(0, x.shape[1]))
+
+    def add_to(self, x: torch.Tensor, number: int) -> None:
+        """x [T, hidden_size] += the embeddings ``number``, in place, where tokens are of images."""
+        x += self._taken(number, x.shape[1]).masked_fill_((self.rows == SINK_ROW).unsqueeze(1), 0)
+
+    def _taken(self, number: int, size: int) -> torch.Tensor:
+        return self.embeddings[:, number * size : (number + 1) * size].index_select(0, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +232,7 @@ class ForwardBatch:
     mode: ForwardMode
     input_ids: torch.Tensor  # [T] int64
     # Of each axis [T] int64: the positions of the tokens in their requests. Text has one axis. Prompts with images have
-    # three in a model with ``rope_sections``. If there are ``angles``, the tokens' rows of these.
+    # three in a model with ``rope_axes``. If there are ``angles``, the tokens' rows of these.
     positions: tuple[torch.Tensor, ...]
     out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -33,13 +32,13 @@ class RotaryEmbedding:
         scaling: RopeScaling | None = None,
         partial: float = 1.0,
         interleaved: bool = False,
-        sections: Sequence[int] = (),
+        axes: Sequence[int] = (),
     ) -> None:
         """``partial``: only this fraction of a head's features, from the first on, is rotated. ``interleaved``: the two
         features of a pair are adjacent in the checkpoint. Here the features of a pair always lie half a head apart, and
         features that are not rotated have angles of zero. ``order`` lists which of the checkpoint's features each of
         ours is, None if all keep their places. Reordering does not change attention scores, because queries and keys
-        are reordered in the same way. ``sections``: see ``ModelConfig.rope_sections``."""
+        are reordered in the same way. ``axes``: see ``ModelConfig.rope_axes``."""
         rotated = int(head_dim * partial)
         inv_freq, attention_factor = inverse_frequencies(rotated, theta, scaling, max_positions)
         positions = torch.arange(max_positions + _MAX_STEP_ROWS, dtype=torch.float32, device="cpu")
@@ -51,10 +50,8 @@ class RotaryEmbedding:
         # [positions, 3 * head_dim / 2]: cos twice, because it multiplies the whole head at once, then sin.
         self.table = torch.cat((cos, cos, sin), dim=-1).to(torch.get_default_device())
         self.order = _order(head_dim, rotated, interleaved)
-        axes = torch.zeros(head_dim // 2, dtype=torch.int64)
-        for axis, (first, end) in enumerate(pairwise(accumulate(sections, initial=0))):
-            axes[first:end] = axis
-        self._axes = axes.repeat(3)  # which axis each column of the table turns by
+        # By which axis each column of the table turns.
+        self._axes = torch.tensor([*axes, *[0] * (head_dim // 2 - len(axes))]).repeat(3)
         self.local = self
         """The table for layers with a sliding window, which in some families have other angles."""
 
@@ -86,8 +83,8 @@ def make_rotary(config: ModelConfig) -> RotaryEmbedding:
 
     def make(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
         partial, interleaved = config.partial_rotary_factor, config.rope_interleaved
-        limit, sections = config.context_length, config.rope_sections
-        return RotaryEmbedding(config.rotary_dim, limit, theta, scaling, partial, interleaved, sections)
+        limit, axes = config.context_length, config.rope_axes
+        return RotaryEmbedding(config.rotary_dim, limit, theta, scaling, partial, interleaved, axes)
 
     rotary = make(config.rope_theta, config.rope_scaling)
     if config.local_rope is not None:

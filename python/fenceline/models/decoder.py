@@ -77,7 +77,8 @@ class CausalLM:
         self.rotary = make_rotary(config)
         self.vision = None if config.vision is None else VisionTower(config.vision, context.dtype)
         self.layers = make_layers(make_layer, config, context, LAYERS, self.rotary, first_layer)
-        for layer, following in pairwise(self.layers):
+        self._num_deepstack = 0 if config.vision is None else len(config.vision.deepstack)
+        for layer, following in pairwise(self.layers[self._num_deepstack :]):  # before these nothing else is added
             layer.mlp.next_norm = following.self_attn.input_norm
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
@@ -103,9 +104,15 @@ class CausalLM:
         if kept is not None:
             kept.keep(0, x)
         for index, layer in enumerate(self.layers, start=1):
-            x = layer.forward(x, batch)
+            x = self._after_layer(layer.forward(x, batch), index, batch)
             if kept is not None:
                 kept.keep(index, x)
+        return x
+
+    def _after_layer(self, x: torch.Tensor, index: int, batch: ForwardBatch) -> torch.Tensor:
+        """x [T, hidden_size] after the ``index``-th layer, counted from 1, with what images add to it, in place."""
+        if batch.images is not None and index <= self._num_deepstack:
+            batch.images.add_to(x, index)
         return x
 
     def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -137,7 +144,7 @@ class CausalLM:
             x.copy_(self.embed(batch))
         else:
             layer = self.layers[index - 1]
-            layer.mlp.forward(layer.self_attn.add_output(x, batch), batch)
+            self._after_layer(layer.mlp.forward(layer.self_attn.add_output(x, batch), batch), index, batch)
         if batch.aux_hidden is not None:
             batch.aux_hidden.keep(index, x)
         if index < len(self.layers):

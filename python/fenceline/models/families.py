@@ -57,8 +57,8 @@ def _qwen2_moe(site: LayerSite) -> DecoderLayer:
 
 def _qwen3(site: LayerSite) -> DecoderLayer:
     """Qwen3 (arXiv:2505.09388): Llama with each query and key head RMS-normalised before the rotation; dense, or with
-    experts (Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder). ``attention_bias`` is for all four projections of attention,
-    the MLP has none."""
+    experts (Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder); and the text model of Qwen3-VL (arXiv:2511.21631).
+    ``attention_bias`` is for all four projections of attention, the MLP has none."""
     bias = site.config.attention_bias
     return DecoderLayer(SelfAttention(site, qkv_bias=bias, o_bias=bias, qk_norm=True), _mixer(site))
 
@@ -246,6 +246,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2MoeForCausalLM": Architecture(_qwen2_moe),
         "Qwen3ForCausalLM": Architecture(_qwen3),
         "Qwen3MoeForCausalLM": Architecture(_qwen3),
+        "Qwen3VLForConditionalGeneration": Architecture(_qwen3, _qwen_vision_weights),
         "SeedOssForCausalLM": Architecture(_seed_oss),
         "SmolLM3ForCausalLM": Architecture(_smollm3),
     }

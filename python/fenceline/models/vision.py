@@ -20,10 +20,11 @@ from fenceline.config.vision import VisionConfig
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.kernels.base import apply_rotary
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
-from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
+from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots, whole
 
 _EPS = 1e-6
 _THETA = 10_000.0
+_PLAIN = "linear_fc1", "linear_fc2"
 
 Segments = tuple[tuple[int, int], ...]  # (how many, of how many patches each), one after the other
 
@@ -60,24 +61,70 @@ def patch_order(grid: tuple[int, int], merge: int, window: int) -> PatchOrder:
     return PatchOrder(patches, embeddings, tuple((len(list(same)), size) for size, same in sizes))
 
 
-class _VisionBlock:
-    """x += proj(attention(rope(qkv(norm1(x))))); x += down(silu(gate) * up of norm2(x)); all with biases."""
+class _LayerNorm:
+    """LayerNorm over the last axis."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.weight, self.bias = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, _EPS)
+
+    def weight_slots(self, name: str) -> WeightSlots:
+        return {f"{name}.weight": whole(self.weight), f"{name}.bias": whole(self.bias)}
+
+
+class _GatedMLP:
+    """down(silu(gate) * up), with biases."""
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:
-        size = config.hidden_size
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = MergedColumnParallelLinear(size, {"gate_proj": inner, "up_proj": inner}, True, context)
+        self.down = ReplicatedLinear("down_proj", inner, size, True, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down.forward(self.gate_up.forward_gated(x, None))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return self.gate_up.weight_slots(prefix) | self.down.weight_slots(prefix)
+
+
+class _PlainMLP:
+    """second(gelu(first)), with biases."""
+
+    def __init__(self, sizes: tuple[int, int, int], names: tuple[str, str], context: LayerContext, gelu: str) -> None:
+        """``gelu``: none or tanh, as in torch."""
+        self.first = ReplicatedLinear(names[0], sizes[0], sizes[1], True, context)
+        self.second = ReplicatedLinear(names[1], sizes[1], sizes[2], True, context)
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second.forward(F.gelu(self.first.forward(x), approximate=self._gelu))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return self.first.weight_slots(prefix) | self.second.weight_slots(prefix)
+
+
+class _VisionBlock:
+    """x += proj(attention(rope(qkv(norm1(x))))); x += mlp(norm2(x)); all with biases."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
         self.num_heads, self.head_dim = config.num_heads, size // config.num_heads
-        self.norm1, self.norm2 = context.norm(size, _EPS), context.norm(size, _EPS)
+        self.norm1, self.norm2 = (_make_norm(size, config, context) for _ in range(2))
         self.qkv = ReplicatedLinear("qkv", size, 3 * size, True, context)
         self.proj = ReplicatedLinear("proj", size, size, True, context)
-        outputs = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up = MergedColumnParallelLinear(size, outputs, True, context)
-        self.down = ReplicatedLinear("down_proj", config.intermediate_size, size, True, context)
+        self.mlp: _GatedMLP | _PlainMLP
+        if config.is_gated:
+            self.mlp = _GatedMLP(config, context)
+        else:
+            self.mlp = _PlainMLP((size, inner, size), _PLAIN, context, "tanh")
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, segments: Segments) -> torch.Tensor:
-        q, k, v = self.qkv.forward_normed(x, self.norm1).view(len(x), 3, self.num_heads, self.head_dim).unbind(1)
-        attended = attend_within(segments, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
-        x = x + self.proj.forward(attended)
-        return x + self.down.forward(self.gate_up.forward_gated(x, self.norm2))
+        qkv = self.qkv.forward(self.norm1.forward(x)).view(len(x), 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.unbind(1)
+        x = x + self.proj.forward(attend_within(segments, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v))
+        return x + self.mlp.forward(self.norm2.forward(x))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
@@ -85,9 +132,30 @@ class _VisionBlock:
             **self.norm2.weight_slots(f"{prefix}norm2"),
             **self.qkv.weight_slots(f"{prefix}attn."),
             **self.proj.weight_slots(f"{prefix}attn."),
-            **self.gate_up.weight_slots(f"{prefix}mlp."),
-            **self.down.weight_slots(f"{prefix}mlp."),
+            **self.mlp.weight_slots(f"{prefix}mlp."),
         }
+
+
+class _Merger:
+    """Makes one embedding of a square of patches: mlp(norm(x)). ``norms_square``: the norm is over all of a square's
+    features, otherwise over those of each patch."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext, norms_square: bool = False) -> None:
+        self._size = config.hidden_size * config.images.merge_size**2
+        self._norm_name, names = ("ln_q", ("mlp.0", "mlp.2")) if config.is_gated else ("norm", _PLAIN)
+        self._norm_size = self._size if norms_square else config.hidden_size
+        self.norm = _make_norm(self._norm_size, config, context)
+        self.mlp = _PlainMLP((self._size, self._size, config.out_size), names, context, "none")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp.forward(self.norm.forward(x.view(-1, self._norm_size)).view(-1, self._size))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return self.norm.weight_slots(f"{prefix}{self._norm_name}") | self.mlp.weight_slots(prefix)
+
+
+def _make_norm(size: int, config: VisionConfig, context: LayerContext) -> RMSNorm | _LayerNorm:
+    return context.norm(size, _EPS) if config.is_gated else _LayerNorm(size, context.dtype)
 
 
 def attend_within(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -102,30 +170,27 @@ def attend_within(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch
 
 
 class VisionTower:
-    """The tower of Qwen2.5-VL (arXiv:2502.13923): patches projected, layers with two-dimensional rotary positions, and
-    a merger of each square of patches to one embedding."""
+    """The towers of Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL (arXiv:2511.21631): patches projected, layers with
+    two-dimensional rotary positions, and a merger of each square of patches to one embedding."""
 
     def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
         """Parameters of ``dtype`` are allocated on the default device and not initialised."""
         context = torch_context(Shard(), dtype)
         self.config, self._dtype = config, dtype
         images, size = config.images, config.hidden_size
-        self.width = config.out_size
-        """Features of a row of the result."""
+        self.width = config.out_size * (1 + len(config.deepstack))
+        """Features of a row of the result: an image's embedding, then what ``deepstack`` adds."""
         self._values = torch.from_numpy(images.values()).to(torch.get_default_device())
         self._channels = torch.arange(3)
-        head_dim = size // config.num_heads
-        exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-        self._frequencies = 1.0 / _THETA**exponents
+        quarter = size // config.num_heads // 4
+        self._frequencies = 1.0 / _THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter)
         self._patch_features = 3 * config.temporal_patch_size * images.patch_size**2
         self.patch_embed = torch.empty(size, self._patch_features, dtype=dtype)
+        self.patch_bias = None if config.is_gated else torch.empty(size, dtype=dtype)
+        self.positions = torch.empty(config.position_side**2, size, dtype=dtype) if config.position_side else None
         self.blocks = [_VisionBlock(config, context) for _ in range(config.depth)]
-        merged = size * images.merge_size**2
-        self.merger_norm: RMSNorm = context.norm(size, _EPS)
-        self.merger = [
-            ReplicatedLinear("mlp.0", merged, merged, True, context),
-            ReplicatedLinear("mlp.2", merged, config.out_size, True, context),
-        ]
+        self.merger = _Merger(config, context)
+        self.deepstack = [_Merger(config, context, norms_square=True) for _ in config.deepstack]
 
     def order(self, grid: tuple[int, int]) -> PatchOrder:
         """The order in which :meth:`forward` wants the patches of an image with ``grid``."""
@@ -134,16 +199,22 @@ class VisionTower:
     def forward(self, pixels: torch.Tensor, patches: torch.Tensor, windows: Segments) -> torch.Tensor:
         """The embeddings [N, width] of one image, in the order of ``PatchOrder.embeddings``. ``pixels`` [height, width,
         3] uint8; ``patches`` and ``windows``: of its :meth:`order`, on the device. On the current stream."""
-        side = self.config.images.patch_size
-        num_columns = pixels.shape[1] // side
-        x = F.linear(self._in_patches(pixels, patches), self.patch_embed)
-        places = torch.stack((patches // num_columns, patches % num_columns), 1)
+        config, side = self.config, self.config.images.patch_size
+        height, width = pixels.shape[0] // side, pixels.shape[1] // side
+        x = F.linear(self._in_patches(pixels, patches), self.patch_embed, self.patch_bias)
+        rows, columns = patches // width, patches % width
+        if self.positions is not None:
+            x = x + self._stretched(self.positions, (rows, height), (columns, width))
+        places = torch.stack((rows, columns), 1)
         angles = (places.unsqueeze(2) * self._frequencies).flatten(1).unsqueeze(1)
         cos, sin = angles.cos().repeat(1, 1, 2), angles.sin()
-        whole = ((1, len(patches)),)
+        undivided, results = ((1, len(patches)),), []
         for index, block in enumerate(self.blocks):
-            x = block.forward(x, cos, sin, whole if index in self.config.full_layers else windows)
-        return self._merge(x)
+            x = block.forward(x, cos, sin, undivided if index in config.full_layers else windows)
+            if index in config.deepstack:
+                results.append(self.deepstack[len(results)].forward(x))
+        merged = self.merger.forward(x)
+        return torch.cat((merged, *results), 1) if results else merged
 
     def _in_patches(self, pixels: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
         """Normalised ``patches`` [P, features], each repeated for every frame that the tower reads."""
@@ -154,21 +225,42 @@ class VisionTower:
         squares = squares.reshape(-1, 3, 1, side * side).index_select(0, patches)
         return squares.expand(-1, -1, frames, -1).reshape(len(patches), self._patch_features)
 
-    def _merge(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.merger
-        return second.forward(F.gelu(first.forward(self.merger_norm.forward(x).view(-1, first.in_features))))
+    def _stretched(
+        self, table: torch.Tensor, rows: tuple[torch.Tensor, int], columns: tuple[torch.Tensor, int]
+    ) -> torch.Tensor:
+        """The learned positions of patches at ``rows`` and ``columns``, each with the number of all, so that the square
+        covers the image from corner to corner; between its points they are interpolated in both directions."""
+        side, taken = self.config.position_side, torch.zeros((), device=table.device)
+        (above, share_above), (left, share_left) = (_taps(*each, side) for each in (rows, columns))
+        for row, row_share in zip(above, share_above, strict=True):
+            for column, share in zip(left, share_left, strict=True):
+                taken = taken + table.index_select(0, row * side + column) * (row_share * share).unsqueeze(1)
+        return taken.to(self._dtype)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint, which begin with ``prefix``."""
         side = self.config.images.patch_size
         kernel = len(self.patch_embed), 3, self.config.temporal_patch_size, side, side
         slots = {f"{prefix}patch_embed.proj.weight": WeightSlot(self.patch_embed, kernel, convert=_flat)}
+        if self.patch_bias is not None:
+            slots[f"{prefix}patch_embed.proj.bias"] = whole(self.patch_bias)
+        if self.positions is not None:
+            slots[f"{prefix}pos_embed.weight"] = whole(self.positions)
         for index, block in enumerate(self.blocks):
             slots |= block.weight_slots(f"{prefix}blocks.{index}.")
-        slots |= self.merger_norm.weight_slots(f"{prefix}merger.ln_q")
-        for linear in self.merger:
-            slots |= linear.weight_slots(f"{prefix}merger.")
+        slots |= self.merger.weight_slots(f"{prefix}merger.")
+        for index, merger in enumerate(self.deepstack):
+            slots |= merger.weight_slots(f"{prefix}deepstack_merger_list.{index}.")
         return slots
+
+
+def _taps(places: torch.Tensor, size: int, side: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Of ``places`` [P] among ``size``: the two of ``side`` points between which each lies, and their shares."""
+    at = places.float() * (side - 1) / max(size - 1, 1)
+    before = at.floor()
+    share = at - before
+    first = before.long()
+    return (first, (first + 1).clamp(max=side - 1)), (1 - share, share)
 
 
 def _flat(kernel: torch.Tensor) -> torch.Tensor:

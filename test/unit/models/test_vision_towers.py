@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from vision_cases import VISION_MODELS, picture, save_vision_checkpoint
+from vision_cases import VISION_MODELS, picture, processor_of, save_vision_checkpoint
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.images.prepare import prepare
@@ -36,16 +36,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 def test_embeddings_are_those_of_transformers(
     saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], name: str
 ) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     directory, reference = saved(name)
     config = ModelConfig.from_dir(str(directory))
     context = torch_context(Shard(), torch.float32)
     tower = load_model(config, "auto", torch.device("cpu"), context, 0, False).vision
     assert tower is not None
     for index, (width, height) in enumerate(SIZES):
-        inputs = Qwen2VLImageProcessorPil()(picture(width, height, index), return_tensors="pt")
-        (expected,) = reference.model.get_image_features(**inputs).pooler_output
+        inputs = processor_of(reference)(picture(width, height, index), return_tensors="pt")
+        found = reference.model.get_image_features(**inputs)
+        further = [
+            level[0] if isinstance(level, tuple) else level for level in getattr(found, "deepstack_features", ())
+        ]
+        expected = torch.cat((*found.pooler_output, *further), 1)
         image = prepare(picture(width, height, index), tower.config.images)
         order = tower.order(image.grid)
         pixels = torch.from_numpy(image.array().copy())

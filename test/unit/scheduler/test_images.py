@@ -9,13 +9,12 @@ from random import Random
 import msgspec
 import pytest
 import transformers
-from PIL import Image
 from scheduler_driver import Driver, make_driver
 from vision_cases import (
-    BEGIN,
-    END,
-    IMAGE,
+    CASES,
+    ONE,
     VISION_MODELS,
+    Case,
     image_request,
     picture,
     save_vision_checkpoint,
@@ -25,17 +24,7 @@ from vision_cases import (
 
 from fenceline.ipc.io_struct import ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
 
-ONE = [BEGIN, IMAGE, END]
 Saved = tuple[Path, transformers.PreTrainedModel]
-Case = tuple[list[int], list[Image.Image]]
-
-CASES: list[Case] = [
-    ([3, 4, 5, *ONE, 7, 8], [picture(60, 90, 1)]),
-    ([*ONE, *ONE, 9], [picture(90, 60, 2), picture(1, 1, 3)]),
-    ([3, 1, 4, 1, 5, 9], []),
-    ([5] * 15 + [*ONE, 6, 7], [picture(140, 140, 5)]),  # a chunk ends at the image's first token
-    ([3, 4, 5, *ONE, 7, *ONE, 8, *ONE], [picture(13, 400, 6), picture(200, 30, 7), picture(13, 400, 6)]),
-]
 
 
 @pytest.fixture(scope="module")
