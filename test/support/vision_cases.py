@@ -18,6 +18,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.images.image_input import expand_placeholders
 from fenceline.images.prepare import prepare
 from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 
@@ -118,16 +119,21 @@ CASES: list[Case] = [
 
 
 def vision_driver(
-    directory: Path, device: Device | str = "cpu", num_embedding_rows: int | None = None, **flags: object
+    directory: Path,
+    device: Device | str = "cpu",
+    num_embedding_rows: int | None = None,
+    shard: Shard = Shard(),
+    **flags: object,
 ) -> Driver:
     """A scheduler over a ModelRunner; ``flags`` are ServerArgs fields. Chunks of 16 tokens end within images."""
     device = open_device(device) if isinstance(device, str) else device
+    flags = {"tp_size": shard.size} | flags
     sizes: dict[str, object] = {"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 16}
     flags = sizes | {"random_seed": 1, "max_running_requests": 6, "skip_tokenizer_init": True} | flags
     config = resolve(ServerArgs(model_path=str(directory), device=device.kind, **flags))  # type: ignore[arg-type]
     if num_embedding_rows is not None:
         config = dataclasses.replace(config, num_embedding_rows=num_embedding_rows)
-    return Driver(config, ModelRunner(config, device, show_progress=False))
+    return Driver(config, ModelRunner(config, device, show_progress=False, shard=shard))
 
 
 def image_request(

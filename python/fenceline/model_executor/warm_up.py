@@ -1,7 +1,8 @@
 """Warm-up: before a server serves, it runs prefill steps and draws of the usual shapes, so that no kernel has to be
 compiled or loaded onto the GPU while a request waits. Decode steps are warmed up when they are captured.
 
-These steps use only the sink: row 0, whose pages are page 0, and slot 0.
+These steps use only the sink: row 0, whose pages are page 0, and slot 0. Of a model that reads images they also
+compute a small image and the largest, into rows that no image has yet.
 
 If the depth of drafts may vary, the decode steps of each depth are also timed. For this, requests with rows and pages
 of their own are used, because all tokens in the sink are the same and are not sent to any experts.
@@ -10,6 +11,7 @@ of their own are used, because all tokens in the sink are the same and are not s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,8 +21,19 @@ import torch
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.vision import VisionConfig
+from fenceline.images.image_input import ImageInput
 from fenceline.memory_order import Device, LeasePool, Point, Points
-from fenceline.model_executor.step import Chunk, DepthChoice, ForwardResult, HeldStep, PageWrites, StepBatch, StepCosts
+from fenceline.model_executor.step import (
+    Chunk,
+    DepthChoice,
+    Encode,
+    ForwardResult,
+    HeldStep,
+    PageWrites,
+    StepBatch,
+    StepCosts,
+)
 from fenceline.sampling.sampler import Sampler, prompt_logprobs
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -200,6 +213,17 @@ def _extend_batches(config: EngineConfig) -> Iterator[StepBatch]:
     for lens, prefix in (*batches, *_BATCHES):
         if sum(lens) <= most and max(lens) + prefix <= longest and len(lens) <= config.max_running_requests:
             yield _extend_batch(lens, prefix)
+    if config.model.vision is not None:
+        for side in (2, math.isqrt(min(config.model.vision.images.most_tokens, config.num_embedding_rows))):
+            yield replace(_extend_batch((1,), 0), encodes=(_black_image(config.model.vision, side),))
+
+
+def _black_image(vision: VisionConfig, side: int) -> Encode:
+    """An image of ``side`` x ``side`` embeddings, or as many as all images have."""
+    height, width = vision.images.size or (side * vision.images.factor,) * 2
+    grid = height // vision.images.factor, width // vision.images.factor
+    image = ImageInput(pixels=bytes(3 * height * width), height=height, width=width, grid=grid, digest=b"")
+    return Encode(image, np.arange(1, image.num_tokens + 1))
 
 
 def _extend_batch(lens: Sequence[int], prefix_len: int) -> StepBatch:

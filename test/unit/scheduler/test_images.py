@@ -9,6 +9,7 @@ from random import Random
 import msgspec
 import pytest
 import transformers
+from ranks import Ranks
 from scheduler_driver import Driver, make_driver
 from vision_cases import (
     CASES,
@@ -23,6 +24,8 @@ from vision_cases import (
 )
 
 from fenceline.ipc.io_struct import ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.warm_up import warm_up
 
 Saved = tuple[Path, transformers.PreTrainedModel]
 
@@ -151,6 +154,30 @@ def test_images_beside_a_draft(saved: Callable[[str], Saved], name: str, tmp_pat
         speculative_num_steps=3,
     )
     check(driver, reference)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_ranks_give_the_same_answers(saved: Callable[[str], Saved], name: str) -> None:
+    directory, reference = saved(name)
+    ranks = Ranks(2)
+    ranks.most_fused_rows = 4
+
+    def run(rank: int) -> Driver:
+        driver = vision_driver(directory, ranks.devices[rank], shard=ranks.shards[rank])
+        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
+        driver.run()
+        return driver
+
+    for driver in ranks.run(run):
+        compare(driver, reference, [image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)], CASES)
+
+
+def test_the_warm_up_changes_no_answer(qwen: Saved) -> None:
+    driver = vision_driver(qwen[0], memory_check="order")
+    runner = driver.worker
+    assert isinstance(runner, ModelRunner)
+    warm_up(runner.device, driver.config, runner.launch)
+    check(driver, qwen[1])
 
 
 def test_prefixes_come_back_from_the_host(qwen: Saved) -> None:
