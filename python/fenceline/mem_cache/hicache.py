@@ -312,7 +312,7 @@ class StorageTier:
         """Store the host pages of ``nodes``, which hold their KV after ``after``."""
         for node in nodes:
             hold = self._tree.hold_host(node)
-            self._controller.write(hold.keys, hold.host_pages, after, hold.id)
+            self._controller.write(hold.keys, hold.host_pages[: len(hold.keys)], after, hold.id)
 
     # --- storage to host ------------------------------------------------------------------------------------------
 

@@ -19,13 +19,20 @@ from fenceline.images.image_input import ImageInput
 Int32Array = npt.NDArray[np.int32]
 
 
+MOST_KNOWN = 1 << 17
+
+
 class ImageKeys:
     """Numbers digests from -1 downwards, in the order in which they are first seen: ranks that take in the same
-    requests give them the same numbers. A digest keeps its number for ever, at 100 bytes each."""
+    requests give them the same numbers. No number is used twice. Those of the ``most_known`` latest images are known, at
+    200 bytes each; an image that has been forgotten and comes again gets another number, so that its old pages are not
+    found, and those of them that have no name in storage yet get none."""
 
     def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._digests: list[bytes] = []
+        self.most_known = MOST_KNOWN
+        self._numbers: dict[bytes, int] = {}  # least recently used first
+        self._digests: dict[int, bytes] = {}
+        self._num_given = 0
 
     def keys_of(self, token_ids: Int32Array, images: Iterable[ImageInput]) -> Int32Array:
         """``token_ids`` [n] int32 with the tokens of ``images`` replaced; without images ``token_ids`` itself."""
@@ -36,21 +43,28 @@ class ImageKeys:
         return keys
 
     def _number(self, digest: bytes) -> int:
-        number = self._numbers.get(digest)
-        if number is None:
-            self._digests.append(digest)
-            number = self._numbers[digest] = -len(self._digests)
+        number = self._numbers.pop(digest, 0)
+        if not number:
+            self._num_given += 1
+            number = -self._num_given
+            self._digests[number] = digest
+        self._numbers[digest] = number
+        if len(self._numbers) > self.most_known:
+            del self._digests[self._numbers.pop(next(iter(self._numbers)))]
         return number
 
-    def page_bytes(self, keys: npt.NDArray[np.integer[Any]]) -> bytes:
+    def page_bytes(self, keys: npt.NDArray[np.integer[Any]]) -> bytes | None:
         """What the hash of a page with ``keys`` [n] is made from: the same bytes for the same tokens and digests,
-        whatever their numbers are here, and other bytes for others. Without images those of the keys, int32."""
+        whatever their numbers are here, and other bytes for others. Without images those of the keys, int32. None if
+        one of the images has been forgotten."""
         if not len(keys) or int(keys.min()) >= 0:
             return keys.astype("<i4").tobytes()
         # Images are numbered anew by their first tokens in the page, so that the bytes of one length say how many
         # digests follow.
-        found = dict.fromkeys(number for number in keys.tolist() if -len(self._digests) <= number < 0)
+        found = dict.fromkeys(number for number in keys.tolist() if number < 0)
+        if any(number not in self._digests for number in found):
+            return None
         local = keys.astype("<i4")
         for index, number in enumerate(found, start=1):
             local[keys == number] = -index
-        return local.tobytes() + b"".join(self._digests[-number - 1] for number in found)
+        return local.tobytes() + b"".join(self._digests[number] for number in found)

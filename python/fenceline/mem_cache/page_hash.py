@@ -92,20 +92,23 @@ def page_keys(
 ) -> list[PageKey]:
     """The keys of the whole pages of ``token_ids`` [n] behind which ``lookahead`` tokens are known; any integer dtype
     with values of int32; the tail is ignored. ``parent``: the key of the page before them, or
-    ``PageFingerprint.root_key``. ``images`` knows the images for which numbers below zero stand. About 0.5 us a
-    page."""
+    ``PageFingerprint.root_key``. ``images`` knows the images for which numbers below zero stand; the keys end
+    before a page with one that it has forgotten. About 0.5 us a page."""
     assert len(parent) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(parent)}"
     assert token_ids.ndim == 1, f"token_ids must be a vector, got {token_ids.ndim} dimensions"
     num_pages = max(len(token_ids) - lookahead, 0) // page_size
     if token_ids.size and token_ids.dtype != np.int32:
         fits = _INT32.min <= int(token_ids.min()) and int(token_ids.max()) <= _INT32.max
         assert fits, "a token id that does not fit int32 would share its key with another"
-    if images is not None and token_ids.size and int(token_ids.min()) < 0:
-        starts = range(0, num_pages * page_size, page_size)
-        parts = [images.page_bytes(token_ids[start : start + page_size + lookahead]) for start in starts]
-        return [parent := hashlib.sha256(parent + part).digest() for part in parts]
-    data = token_ids.astype("<i4").tobytes()
     keys: list[PageKey] = []
+    if images is not None and token_ids.size and int(token_ids.min()) < 0:
+        for start in range(0, num_pages * page_size, page_size):
+            part = images.page_bytes(token_ids[start : start + page_size + lookahead])
+            if part is None:
+                break
+            keys.append(parent := hashlib.sha256(parent + part).digest())
+        return keys
+    data = token_ids.astype("<i4").tobytes()
     for start in range(0, 4 * num_pages * page_size, 4 * page_size):
         parent = hashlib.sha256(parent + data[start : start + 4 * (page_size + lookahead)]).digest()
         keys.append(parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 import numpy as np
+from hicache_tiers import Tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,3 +81,44 @@ def test_prompts_without_images_keep_their_keys(prompt: Prompt) -> None:
     keys = ImageKeys()
     assert keys.keys_of(tokens, []) is tokens
     assert page_keys(ROOT, tokens, 2, 1, keys) == page_keys(ROOT, tokens, 2, 1)
+
+
+@given(st.lists(_prompts, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2))
+def test_a_forgotten_image_is_missed_and_is_no_other(
+    prompts: list[Prompt], most_known: int, page_size: int, lookahead: int
+) -> None:
+    ranks, everything = [ImageKeys(), ImageKeys()], ImageKeys()
+    for rank in ranks:
+        rank.most_known = most_known
+    meant: dict[int, object] = {}
+    taken: list[tuple[np.ndarray, np.ndarray]] = []
+    for prompt in prompts:
+        tokens, images, meanings = placed(prompt)
+        keys, same = (rank.keys_of(tokens, images) for rank in ranks)
+        assert (keys == same).all(), "ranks give the same numbers"
+        for key, meaning in zip(keys.tolist(), meanings, strict=True):
+            assert meant.setdefault(key, meaning) == meaning, "a number that has stood for something else"
+        taken.append((keys, everything.keys_of(tokens, images)))
+        known = {number for number in meant if number < 0 and ranks[0].page_bytes(np.array([number])) is not None}
+        assert len(known) <= most_known
+        for one, complete in taken:
+            names = page_keys(ROOT, one, page_size, lookahead, ranks[0])
+            assert names == page_keys(ROOT, complete, page_size, lookahead, everything)[: len(names)]
+            end = next((place for place, key in enumerate(one.tolist()) if key < 0 and key not in known), len(one))
+            assert len(names) == max(end - lookahead, 0) // page_size, "up to the first page with a forgotten image"
+
+
+def test_only_pages_in_front_of_a_forgotten_image_are_stored() -> None:
+    tiers = Tiers(root_key=lambda _: ROOT)
+    images = tiers.tree.images
+    images.most_known = 1
+    tokens, placed_images, _ = placed([1, 1, 1, 1, (1, 4), 1, 1, 1, 1, 1, 1, 1, 1])
+    keys = images.keys_of(tokens, placed_images)
+    upper = tiers.tree.insert(keys[:12], tiers.pages(3)).node
+    images.keys_of(*placed([(2, 4)])[:2])  # the first one is forgotten
+    lower = tiers.tree.insert(keys, tiers.pages(4)).node
+    tiers.back_up(upper, lower, done=True)
+    assert [len(tiers.tree.hold_host(node).keys) for node in (upper, lower)] == [1, 0]
+    tiers.tree.match_prefix(keys[:4])
+    tiers.tree.match_prefix(keys[:8])
+    assert [len(node.keys or ()) for node in lower.path()] == [1, 0, 0, 0]

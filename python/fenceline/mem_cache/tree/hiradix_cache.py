@@ -248,8 +248,9 @@ class HiRadixCache(RadixCache):
         self.host.release(hold_id)
 
     def keys(self, node: TreeNode) -> list[PageKey]:
-        """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree.
-        They are computed at the first call and then kept on the nodes."""
+        """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree, and
+        none from a page on with an image that has been forgotten. They are computed at the first call and then kept on
+        the nodes."""
         assert self._root_key is not None, "the tree was made without storage"
         before: PageKey | None = None
         for part in node.path():
@@ -257,6 +258,8 @@ class HiRadixCache(RadixCache):
                 if before is None:
                     before = self._root_key(self.namespace(part))
                 part.keys = page_keys(before, part.tokens, self.page_size, self.lookahead, self.images)
+            if len(part.keys) < part.num_pages:
+                return list(part.keys) if part is node else []
             before = part.keys[-1]
         return list(node.keys or ())
 
