@@ -6,6 +6,7 @@ Run as a script this file is the checks themselves, for the interpreter is chose
 
 from __future__ import annotations
 
+import re
 import sys
 from unittest import mock
 
@@ -155,7 +156,11 @@ def compile_for_hopper() -> None:
         score |= {} if in_fp8 else {"scales": None}
         select = module._select_variant(2048, 64, 32, *tree).constants
         absent = {} if tree[2] else {"ancestors": None}
-        compile_kernel(module._score_kernel, score | absent, "sm_90", 4, 3, False, "fp8e4nv" if in_fp8 else "bf16")
+        ptx = compile_kernel(
+            module._score_kernel, score | absent, "sm_90", 4, 3, False, "fp8e4nv" if in_fp8 else "bf16"
+        )
+        wide = re.search(r"cp\.async\.\S+ \[.*\], \[.*\], 0x10", ptx)
+        assert bool(wide) != in_fp8, "rows of 132 bytes begin at any multiple of four"
         compile_kernel(module._select_kernel, select | absent, "sm_90", module._SELECT_WARPS, 3, False)
 
 

@@ -626,7 +626,7 @@ def scores_and_values(
     STRIDE: tl.constexpr = NUM_KV_HEADS * (HEAD_DIM + TAIL)
     k = _rows_at(k_ptr, slots, live, STRIDE, 0, HEAD_DIM, DIM_PAD, MASKED)
     if SHARED:
-        k = _converted(k, q)
+        k = converted(k, q)
         v = k
     else:
         k = k.to(q.dtype)
@@ -634,7 +634,7 @@ def scores_and_values(
     if TAIL > 0:
         # First: its barrier between the writes of converted keys and their reads is that of all keys then. Otherwise q
         # would be read into registers in front of a barrier of its own, and there are not enough.
-        k_tail = _converted(_rows_at(k_ptr, slots, live, STRIDE, HEAD_DIM, TAIL, TAIL_PAD, MASKED), q)
+        k_tail = converted(_rows_at(k_ptr, slots, live, STRIDE, HEAD_DIM, TAIL, TAIL_PAD, MASKED), q)
         scores = tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
     else:
@@ -653,7 +653,7 @@ def operand(q, k_ptr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def _converted(rows, q):
+def converted(rows, q):
     """Rows of the pool in q's type. Triton converts operands of products in their registers: these here twice, once for
     each product, and without copying them ahead of time. It leaves instructions where they are that may have effects.
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fenceline.layers.forward_batch import IndexQueries, QueryTree
-from fenceline.layers.kernels.triton.decode_attention import PagedRequests, token_slots
+from fenceline.layers.kernels.triton.decode_attention import PagedRequests, converted
 from fenceline.memory_order.triton_launcher import KernelVariant
 
 MOST_SCORES = 1 << 24  # that are kept at once, four bytes each
@@ -195,9 +195,9 @@ def _score_kernel(
     for block in tl.range(tl.program_id(1), (end + BLOCK - 1) // BLOCK, tl.num_programs(1)):
         positions = block * BLOCK + tl.arange(0, BLOCK)
         live = positions < end
-        slots = token_slots(table, block, positions, live, PAGE_SIZE, BLOCK, True)
+        slots = _slots(table, positions, live, PAGE_SIZE)
         wanted = live[:, None] & (dims < DIM)[None, :]
-        k = tl.load(cache_rows + slots[:, None] * ROW + dims[None, :], mask=wanted, other=0.0).to(q.dtype)
+        k = converted(tl.load(cache_rows + slots[:, None] * ROW + dims[None, :], mask=wanted, other=0.0), q)
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
         scores = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
         if SCALED:
@@ -235,8 +235,7 @@ def _select_kernel(
         best = live & ((key > least) | (is_equal & (rank <= num_equal)))
         taken = tl.where(selects, best, _sees(positions, end, start, path, TREE))
         place = num_taken + tl.cumsum(taken.to(tl.int32), 0) - 1
-        pages = tl.load(table + positions // PAGE_SIZE, mask=taken, other=0)
-        tl.store(selected + own * TOP_K + place, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=taken)
+        tl.store(selected + own * TOP_K + place, _slots(table, positions, taken, PAGE_SIZE).to(tl.int32), mask=taken)
         num_taken += tl.sum(taken.to(tl.int32), 0)
         equals += tl.sum(is_equal.to(tl.int32), 0)
     tl.store(counts + own, num_taken.to(tl.int64))
@@ -264,6 +263,14 @@ def _least(keys, end, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constex
         least = (least << (high - low)) | tl.sum(missing_there.to(tl.int32), 0).to(tl.uint32)
         missing -= tl.max(tl.where(missing_there, 0, higher), 0)
     return least, missing
+
+
+@triton.jit
+def _slots(table, positions, live, PAGE_SIZE: tl.constexpr):
+    """The slots of those ``positions`` that are ``live``, int64. Joined by bits, because Triton 3.6 takes the sum of
+    page * PAGE_SIZE and a remainder for a multiple of PAGE_SIZE, and reads rows of any size as if they were aligned."""
+    pages = tl.load(table + positions // PAGE_SIZE, mask=live, other=0)
+    return (pages.to(tl.int64) * PAGE_SIZE) | (positions % PAGE_SIZE)
 
 
 @triton.jit
