@@ -64,12 +64,20 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     structural_tag: str | dict[str, object] | None = None
 
 
+class PixelLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """To how many pixels images are resized, within the model's limits."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of /generate: the fields that do something. :mod:`fenceline.entrypoints.fields` knows the others."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     image_data: str | list[str | list[str | None] | None] | None = None
+    mm_processor_kwargs: PixelLimits | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
@@ -219,7 +227,7 @@ async def expand(
             if len(params) % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
     inputs: list[GenerateInput] = []
-    images = _images(body.image_data, num, single)
+    images = _images(body, num, single)
     for index, (text, ids) in enumerate(prompts):
         one = GenerateInput(
             text=text,
@@ -264,26 +272,28 @@ def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
     return [(None, cast(list[int], body.input_ids))], True
 
 
-def _images(
-    given: str | list[str | list[str | None] | None] | None, num: int, single: bool
-) -> Sequence[Sequence[ImageSource]]:
+def _images(body: GenerateBody, num: int, single: bool) -> Sequence[Sequence[ImageSource]]:
     """The images of each prompt. One is that of all prompts, and those of a single prompt may be one list."""
+    given, limits = body.image_data, body.mm_processor_kwargs or PixelLimits()
+
+    def source(place: str, url: str) -> ImageSource:
+        return ImageSource(place, url, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
+
+    def sources(urls: Sequence[object], place: str) -> list[ImageSource]:
+        return [source(f"{place}[{index}]", url) for index, url in enumerate(urls) if isinstance(url, str) and url]
+
     if not given:
         return [()] * num
     if isinstance(given, str):
-        return [[ImageSource("image_data", given)]] * num
+        return [[source("image_data", given)]] * num
     if single and not any(isinstance(one, list) for one in given):
-        return [_sources(given, "image_data")]
+        return [sources(given, "image_data")]
     spread: Sequence[str | list[str | None] | None] = _spread(given, num, "image_data")
     images: list[list[ImageSource]] = []
     for index, one in enumerate(spread):
         place = f"image_data[{index}]"
-        images.append(_sources(one, place) if isinstance(one, list) else [ImageSource(place, one)] if one else [])
+        images.append(sources(one, place) if isinstance(one, list) else [source(place, one)] if one else [])
     return images
-
-
-def _sources(urls: Sequence[object], place: str) -> list[ImageSource]:
-    return [ImageSource(f"{place}[{index}]", url) for index, url in enumerate(urls) if isinstance(url, str) and url]
 
 
 def _some(prompts: list[Prompt], name: str) -> list[Prompt]:

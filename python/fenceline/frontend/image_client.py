@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -21,9 +22,11 @@ from fenceline.frontend.request_types import ImageSource, RequestError
 from fenceline.images.decode import DECODING, DecodeJob, from_base64, serve
 from fenceline.images.header import HEAD_BYTES, MAX_BYTES, Header, read_header
 from fenceline.images.image_input import ImageInput
+from fenceline.images.prepare import ImageSettings
 from fenceline.ipc.forked_jobs import JobResult
 
 MAX_WAITING = 1024  # to be decoded
+MAX_FETCHES = 8  # at a time, until what they bring is decoded
 LOW_PIXELS = 512 * 512  # of an image with the detail "low"
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+|application/octet-stream)?(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
 _MAX_PREFIX_CHARS = 256
@@ -40,6 +43,7 @@ class ImageClient:
         # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
         self._num_children = min(8, max(2, num_usable_cores() // 2))
         self._queue = JobQueue(self._num_children)
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)
         self._num_waiting = 0
 
     def check(self, images: Sequence[ImageSource]) -> None:
@@ -71,9 +75,7 @@ class ImageClient:
                 header = None if start is None else _header(image.url, start)
                 if header is not None:
                     header.check()
-                    tokens += self.rules.settings.with_pixels(max_pixels=self._max_pixels(image)).num_tokens(
-                        header.width, header.height
-                    )
+                    tokens += self._settings(image).num_tokens(header.width, header.height)
                 else:
                     tokens += 1
             except ValueError as error:
@@ -101,26 +103,35 @@ class ImageClient:
     async def _prepared(self, image: ImageSource) -> ImageInput:
         assert self.rules is not None, "checked before"
         start = self._data_start(image.url)
-        data = b""
-        if start is None:
-            try:
-                data = await fetch(image.url, self.rules.domains)
-            except ValueError as error:
-                raise _refused(image, str(error)) from None
-        made = await self._decoded(image, data, start or 0)
+        if start is not None:
+            made = await self._decoded(image, b"", start)
+        else:
+            async with self._fetching:
+                try:
+                    data = await fetch(image.url, self.rules.domains)
+                except ValueError as error:
+                    raise _refused(image, str(error)) from None
+                made = await self._decoded(image, data, 0)
         if made.error:
             raise RequestError(400 if made.is_refused else 503, f"{image.place}: {made.error}", param=image.place)
         return msgspec.msgpack.decode(made.data, type=ImageInput)
 
     async def _decoded(self, image: ImageSource, data: bytes, start: int) -> JobResult:
-        text = "" if data else image.url
+        settings = self._settings(image)
+
+        def make(id: int, is_short: bool) -> DecodeJob:
+            limits = settings.min_pixels, settings.max_pixels
+            return DecodeJob(id, is_short, *limits, data, "" if data else image.url, start)
+
         for is_long in (False, True):
             async with self._queue.turn(0, is_long):
                 process = self._process.get()
                 await process.started()
-                made = await process.run(
-                    lambda id: DecodeJob(id, not is_long, self._max_pixels(image), data, text, start)  # noqa: B023
-                )
+                job = asyncio.ensure_future(process.run(partial(make, is_short=not is_long)))
+                try:
+                    made = await asyncio.shield(job)
+                finally:
+                    await asyncio.wait([job])  # nor does the turn end before, if the client leaves
             if not made.is_given_up:
                 break
         return made
@@ -130,9 +141,16 @@ class ImageClient:
         settings = msgspec.msgpack.encode(self.rules.settings)
         return JobProcess("image-decoder", serve, (self._num_children,), settings, DECODING)
 
-    def _max_pixels(self, image: ImageSource) -> int | None:
+    def _settings(self, image: ImageSource) -> ImageSettings:
+        """How it is prepared. Raises RequestError for limits that leave no size."""
         assert self.rules is not None, "checked before"
-        return max(LOW_PIXELS, self.rules.settings.min_pixels) if image.detail == "low" else None
+        most = image.max_pixels
+        if most is None and image.detail == "low":
+            most = max(LOW_PIXELS, self.rules.settings.min_pixels)
+        try:
+            return self.rules.settings.with_pixels(image.min_pixels, most)
+        except ValueError as error:
+            raise _refused(image, str(error)) from None
 
     def _data_start(self, url: str) -> int | None:
         """Where base64 begins in ``url``; None for an image that is to be fetched. Raises ValueError."""

@@ -4,6 +4,7 @@ addresses to which the name is resolved once, without redirects, with limits on 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import ssl
 from collections.abc import Collection
@@ -69,11 +70,16 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads all certificates
+
+
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 async def _get(target: SplitResult, host: str, port: int, address: str) -> bytes:
-    tls = ssl.create_default_context() if target.scheme == "https" else None
+    tls = _tls() if target.scheme == "https" else None
     reader, writer = await asyncio.open_connection(address, port, ssl=tls, server_hostname=host if tls else None)
     try:
         path = (target.path or "/") + (f"?{target.query}" if target.query else "")

@@ -81,11 +81,14 @@ IMAGE_DETAILS: tuple[str, ...] = get_args(ImageDetail)
 @dataclass(frozen=True, slots=True)
 class ImageSource:
     """An image as a client gives it. ``place``: where it stands in the request, for errors. ``url``: a ``data:`` URL,
-    one of http or https, or the base64 text alone."""
+    one of http or https, or the base64 text alone. ``min_pixels`` and ``max_pixels``: limits of the size to which it is
+    resized, within the model's."""
 
     place: str
     url: str
     detail: ImageDetail = "auto"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,11 @@ DECODING = JobLimits(
 
 
 class DecodeJob(Job, frozen=True):
-    """An image file: its ``data``, or ``text`` from ``start`` on in base64. ``max_pixels``: fewer than the model's."""
+    """An image file: its ``data``, or ``text`` from ``start`` on in base64. Its limits of pixels are within the model's.
+    """
 
-    max_pixels: int | None
+    min_pixels: int
+    max_pixels: int
     data: bytes = b""
     text: str = ""
     start: int = 0
@@ -51,7 +53,7 @@ def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
     warnings.simplefilter("error", Image.DecompressionBombWarning)
 
     def decoded(job: DecodeJob) -> JobResult:
-        made = prepare(decode(file_bytes(job)), settings.with_pixels(max_pixels=job.max_pixels))
+        made = prepare(decode(file_bytes(job)), settings.with_pixels(job.min_pixels, job.max_pixels))
         return JobResult(job.id, msgspec.msgpack.encode(made))
 
     return b"", decoded

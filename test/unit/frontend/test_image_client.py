@@ -7,7 +7,7 @@ import base64
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from fenceline.config.image_rules import ImageRules
 from fenceline.frontend import job_process, request_prepare
 from fenceline.frontend.image_client import ImageClient
 from fenceline.frontend.request_types import GenerateInput, ImageDetail, ImageSource, RequestError, expand_samples
-from fenceline.images.decode import decode
+from fenceline.images.decode import DecodeJob, decode
 from fenceline.images.header import MAX_BYTES
 from fenceline.images.prepare import ImageSettings, prepare
+from fenceline.ipc.forked_jobs import JobResult
 
 SETTINGS = ImageSettings(
     patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280, mean=(0.5,) * 3, std=(0.5,) * 3
@@ -119,6 +120,51 @@ def test_files_of_more_than_32_mib_are_refused() -> None:
     client.check([source("A" * (MAX_BYTES // 3 * 4))])
     with pytest.raises(RequestError, match="its file has more than 32 MiB"):
         client.check([source("A" * (MAX_BYTES // 3 * 4 + 8))])
+
+
+async def test_a_request_narrows_the_size_of_its_images(client: ImageClient) -> None:
+    image = source(written(picture(900, 700), "JPEG"))
+    narrow, wide = replace(image, max_pixels=100_000), replace(image, max_pixels=1 << 30, detail="low")
+    small, large = await client.prepare([narrow, wide])
+    assert 80_000 < small.width * small.height <= 100_000 and large.width * large.height > 600_000
+    assert client.least_tokens([narrow]) == small.num_tokens
+    error = await _refusal(client, replace(image, max_pixels=5))
+    assert error.message.startswith("messages[1].content[0]: min_pixels 3136 and max_pixels 5 are no range")
+
+
+class _Held:
+    """A process that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.go, self.num_running = asyncio.Event(), 0
+
+    async def started(self) -> bytes:
+        return b""
+
+    async def run(self, make: Callable[[int], DecodeJob]) -> JobResult:
+        self.num_running += 1
+        await self.go.wait()
+        self.num_running -= 1
+        return JobResult(make(1).id, error="it is broken", is_refused=True)
+
+
+async def test_images_of_clients_that_left_keep_their_turns(
+    client: ImageClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise more and more would be with the process, which would be killed for not answering."""
+    held = _Held()
+    monkeypatch.setattr(client._process, "get", lambda: held)
+    for _ in range(3):
+        leaving = [asyncio.create_task(client.prepare([source(GOOD)])) for _ in range(20)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert held.num_running == client._num_children
+    held.go.set()
+    assert "it is broken" in (await _refusal(client, source(GOOD))).message
 
 
 @pytest.mark.long

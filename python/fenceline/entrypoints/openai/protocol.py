@@ -184,6 +184,15 @@ class ImageUrl(StrictModel):
     detail: ImageDetail | None = None
 
 
+class PixelLimits(StrictModel):
+    """To how many pixels images are resized, within the model's limits."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_pixels: int | None = Field(default=None, ge=1, le=2**31)
+    max_pixels: int | None = Field(default=None, ge=1, le=2**31)
+
+
 class ImagePart(StrictModel):
     """An image in a message's content. Another route's request may say where it stood there."""
 
@@ -191,9 +200,10 @@ class ImagePart(StrictModel):
     image_url: ImageUrl
     _place: str = PrivateAttr("")
 
-    def source(self, place: str) -> ImageSource:
+    def source(self, place: str, limits: PixelLimits | None) -> ImageSource:
         """The image, which stands at ``place`` of the chat completion."""
-        return ImageSource(self._place or place, self.image_url.url, self.image_url.detail or "auto")
+        least, most = (None, None) if limits is None else (limits.min_pixels, limits.max_pixels)
+        return ImageSource(self._place or place, self.image_url.url, self.image_url.detail or "auto", least, most)
 
 
 def image_part(url: object, detail: object, place: str) -> ImagePart:
@@ -336,11 +346,12 @@ class ChatBody(GenerationBody):
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
     modalities: list[str] | None = None
+    mm_processor_kwargs: PixelLimits | None = None
 
     def images(self) -> list[ImageSource]:
         """The images of all messages, in their order."""
         return [
-            part.source(f"messages[{index}].content[{place}]")
+            part.source(f"messages[{index}].content[{place}]", self.mm_processor_kwargs)
             for index, message in enumerate(self.messages)
             if isinstance(message.content, list)
             for place, part in enumerate(message.content)

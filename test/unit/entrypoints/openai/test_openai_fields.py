@@ -73,7 +73,7 @@ ASKED = {
     "stop_regex": "a+", "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a", "b"],
     "guided_grammar": "x", "structured_outputs": {"regex": "a"}, "use_beam_search": True, "prompt_logprobs": 0,
     "length_penalty": 0.5, "truncate_prompt_tokens": 5, "allowed_token_ids": [1], "bad_words": ["a"],
-    "logits_processors": ["x"], "mm_processor_kwargs": {"a": 1}, "kv_transfer_params": {"a": 1},
+    "logits_processors": ["x"], "media_io_kwargs": {"a": 1}, "kv_transfer_params": {"a": 1},
     "custom_params": {"a": 1}, "session_params": {"id": 1}, "bootstrap_host": "x", "bootstrap_port": [8998],
     "bootstrap_room": 7, "data_parallel_rank": 1, "return_routed_experts": True, "vllm_xargs": {"a": 1},
     "early_stopping": True, "input_embeds": [[1.0]],
