@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import DEMOS, demo_model_path
 
 SHAPES = {
@@ -22,6 +23,9 @@ SHAPES = {
     "llama-8b": "llama-3.1-8b",
     "30b-a3b": "qwen3-30b-a3b",
     "gpt-oss-20b": "gpt-oss-20b",
+    "glm-4.7-flash": "glm-4.7-flash",
+    "deepseek-v3-cut": "deepseek-v3-cut",  # 11 of 61 layers in FP8, 8 of them with experts: what fits in one H200
+    "glm-5-cut": "glm-5-cut",  # 11 of 78
     "tiny": "tiny",
 }
 NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
@@ -76,9 +80,9 @@ def num_plain_tokens(shape: str) -> int:
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """Bytes of the keys and values of one token in all layers, with 16-bit types."""
-    config = _config(shape)
-    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
+    """Bytes of what one token keeps in all layers, with 16-bit types."""
+    rows = ModelConfig.from_dir(str(_config_file(shape).parent)).kv_rows("bfloat16")
+    return sum(row.nbytes for layer in rows for row in layer)
 
 
 def make_model_dir(shape: str, parent: Path) -> Path:
