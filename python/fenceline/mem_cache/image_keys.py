@@ -19,17 +19,17 @@ from fenceline.images.image_input import ImageInput
 Int32Array = npt.NDArray[np.int32]
 
 
-MOST_KNOWN = 1 << 17
+_MOST_KNOWN = 1 << 17
 
 
 class ImageKeys:
     """Numbers digests from -1 downwards, in the order in which they are first seen: ranks that take in the same
-    requests give them the same numbers. No number is used twice. Those of the ``most_known`` latest images are known, at
-    200 bytes each; an image that has been forgotten and comes again gets another number, so that its old pages are not
-    found, and those of them that have no name in storage yet get none."""
+    requests give them the same numbers. No number is used twice. Those of the ``most_known`` latest images are known,
+    at 200 bytes each. An image that has been forgotten and comes again gets another number, so that its old pages are
+    not found, and those of them that have no name in storage yet get none."""
 
     def __init__(self) -> None:
-        self.most_known = MOST_KNOWN
+        self.most_known = _MOST_KNOWN
         self._numbers: dict[bytes, int] = {}  # least recently used first
         self._digests: dict[int, bytes] = {}
         self._num_given = 0
