@@ -7,13 +7,14 @@ import binascii
 import io
 import warnings
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import numpy as np
 
-from fenceline.images.header import MAX_PIXELS, read_header
+from fenceline.images.header import MAX_PIXELS, Format, read_header
 from fenceline.images.prepare import ImageSettings, prepare
+from fenceline.ipc.child_process import freeze_garbage_collector
 from fenceline.ipc.forked_jobs import Job, JobLimits, JobResult, Work, serve_jobs
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ DECODING = JobLimits(
 )
 
 
+_UPRIGHT = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0\0\0"
+
+
 class DecodeJob(Job, frozen=True):
-    """An image file: its ``data``, or ``text`` from ``start`` on in base64. Its limits of pixels are within the model's.
-    """
+    """An image file, ``data``, or ``text`` from ``start`` on in base64. Its limits of pixels are within the model's."""
 
     min_pixels: int
     max_pixels: int
@@ -47,10 +50,16 @@ def serve(connection: Connection, num_children: int) -> None:
 
 def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
     settings = msgspec.msgpack.decode(message, type=ImageSettings)
-    from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401
+    from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # checked before; this is for what a plugin finds out later
     warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+    for format in get_args(Format):  # here, so that not every child imports the modules for it
+        file = io.BytesIO()
+        Image.new("RGB", (1, 1)).save(file, format, exif=_UPRIGHT)
+        prepare(decode(file.getvalue()), settings)
+    freeze_garbage_collector()
 
     def decoded(job: DecodeJob) -> JobResult:
         made = prepare(decode(file_bytes(job)), settings.with_pixels(job.min_pixels, job.max_pixels))
