@@ -64,7 +64,7 @@ async def _all(
         # Those that reach the limit run alone in the end, and take most of the time.
         pytest.param("auto", 24, 4, 120, 0.9, {}, marks=pytest.mark.slow),
         pytest.param(
-            *("dummy", 80, 5, 400, 0.65, {"max_total_tokens": 3072, "max_running_requests": 128}),
+            *("dummy", 40, 5, 400, 0.65, {"max_total_tokens": 2048, "max_running_requests": 128}),
             marks=pytest.mark.long,
         ),
     ],

@@ -48,9 +48,9 @@ def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v2-lite"])
-def test_ranks_with_experts_of_their_own_answer_as_one(name: str, tmp_path: Path) -> None:
-    save_checkpoint(name, tmp_path)
+def test_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path) -> None:
+    """And with latents, which all ranks have."""
+    save_checkpoint("deepseek-v2-lite", tmp_path)
     flags: dict[str, object] = {"model_path": str(tmp_path), "max_total_tokens": 1024}
     prompts = [[(7 * i + j) % 50 for j in range(30)] for i in range(6)]
     params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -233,28 +233,6 @@ def assert_gone(children: list[psutil.Process], folder: Path) -> None:
     _, alive = psutil.wait_procs(children, timeout=WAIT_S)
     assert alive == []
     wait_for(lambda: not [path for path in folder.glob("fenceline-*") if "flight" not in path.name])
-
-
-@pytest.mark.long
-def test_a_killed_rank_takes_the_server_down(tmp_path: Path) -> None:
-    """In the middle of a step of all ranks: the reason is the rank that was killed, not the one that has noticed.
-    ``test_ranks_killed.py`` kills either rank at any moment."""
-    tiers = (*TIERS, "--hicache-storage-dir", str(tmp_path))
-    with (
-        tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
-        LiveServer.real("--model-path", "demo", *RANKS, *tiers, env={"TMPDIR": folder}) as server,
-    ):
-        children = server.wait_ready().engine_processes(num_ranks=2)
-        answer = server.post_in_thread(ENDLESS)
-        with server.client() as client:
-            wait_for(lambda: _num_running(client) == 1)
-        children[1].kill()
-        assert server.wait_exit() == 1
-        reason = "the scheduler-1 process ended unexpectedly (killed by SIGKILL"
-        assert reason in server.last_lines()
-        assert answer.result(WAIT_S).status_code == 503
-        assert reason in answer.result(WAIT_S).json()["error"]["message"]
-        assert_gone(children, Path(folder))
 
 
 def test_a_rank_that_decides_otherwise_ends_the_server() -> None:

@@ -19,8 +19,16 @@ ENDLESS = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4000, "ign
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[LiveServer]:
-    with LiveServer.real(*REPLICAS, "--load-balance-method", "round_robin") as server:
+def folder() -> Iterator[Path]:
+    """Of what servers leave while they run."""
+    with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def replicas(folder: Path) -> Iterator[LiveServer]:
+    flags = ("--load-balance-method", "round_robin")
+    with LiveServer.real(*REPLICAS, *flags, env={"TMPDIR": str(folder)}) as server:
         yield server.wait_ready()
 
 
@@ -77,43 +85,31 @@ def test_control_messages_reach_both(replicas: LiveServer) -> None:
         assert all(after > before for before, after in zip(generated, more, strict=True))
 
 
-def schedulers(server: LiveServer) -> list[psutil.Process]:
-    """The replicas' schedulers, in the order of their start: what computes has the most memory."""
-    children = sorted(server.children(), key=lambda child: child.memory_info().rss)
-    return sorted(children[-2:], key=lambda child: (child.create_time(), child.pid))
+def test_replicas_stop_together(replicas: LiveServer, folder: Path) -> None:
+    """The last test of the server that they share."""
+    children = replicas.children()
+    replicas.signal(signal.SIGTERM)
+    assert replicas.wait_exit() == 0
+    assert_gone(children, folder)
 
 
 @pytest.mark.long
-def test_a_replica_that_ends_ends_the_server_and_is_named() -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
-        LiveServer.real(*REPLICAS, env={"TMPDIR": folder}) as server,
-    ):
+def test_a_replica_that_ends_ends_the_server_and_is_named(folder: Path) -> None:
+    """One of replicas with two ranks each."""
+    flags = ("--tp-size", "2", "--page-size", "16")
+    with LiveServer.real(*REPLICAS, *flags, env={"TMPDIR": str(folder)}) as server:
         server.wait_ready()
         children = server.children()
         answer = server.post_in_thread(ENDLESS)
         with server.client() as client:
             wait_for(lambda: sum(states(client, "num_running_reqs")) == 1)
-        schedulers(server)[1].kill()
+        ranks = sorted(children, key=lambda child: child.memory_info().rss)[-4:]  # what computes has the most memory
+        max(ranks, key=lambda child: (child.create_time(), child.pid)).kill()
         assert server.wait_exit() == 1
-        reason = "replica 1: the scheduler process ended unexpectedly (killed by SIGKILL"
+        reason = "replica 1: the scheduler-1 process ended unexpectedly (killed by SIGKILL"
         assert reason in server.last_lines()
         assert reason in answer.result(WAIT_S).json()["error"]["message"]
-        assert_gone(children, Path(folder))
-
-
-@pytest.mark.long
-def test_replicas_stop_together() -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
-        LiveServer.real(*REPLICAS, "--tp-size", "2", "--page-size", "16", env={"TMPDIR": folder}) as server,
-    ):
-        with server.wait_ready().client() as client:
-            assert client.get("/health_generate").status_code == 200
-        children = server.children()
-        server.signal(signal.SIGTERM)
-        assert server.wait_exit() == 0
-        assert_gone(children, Path(folder))
+        assert_gone(children, folder)
 
 
 def assert_gone(children: list[psutil.Process], folder: Path) -> None:

@@ -116,9 +116,9 @@ def patch_once_a_launch() -> None:
 
 
 def make_types_quickly() -> None:
-    """The interpreter makes the type of each value anew, with its shape as a tuple of constants that have types of their
-    own, and computes integers a second time in 64 bits, for an assertion that it then leaves out. Both take two thirds of
-    the time. Make each type once, and leave out the second computation."""
+    """The interpreter makes the type of each value anew, with its shape as a tuple of constants that have types of
+    their own, and computes integers a second time in 64 bits, for an assertion that it then leaves out. Both take two
+    thirds of the time. Make each type once, and leave out the second computation."""
     import math
     from functools import cache
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from fenceline_kernel.all_reduce import AllReduceRequest
-from fenceline_kernel.cache import Sources
+from fenceline_kernel.cache import Sources, cache_folder, compiled_library
 from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.toolchain import find_nvcc
 
@@ -226,7 +226,7 @@ def disassembler() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def machine_code() -> dict[str, list[str]]:
     """The instructions of each kernel for sm_90a."""
     try:
         nvcc = find_nvcc()
@@ -235,9 +235,7 @@ def machine_code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str
     tool = disassembler()
     if tool is None:
         pytest.skip("no cuobjdump: install the CUDA toolkit's, or Triton")
-    library = tmp_path_factory.mktemp("compiled") / "all_reduce.so"
-    sources = Sources(ROOT)
-    subprocess.run(nvcc.command(["90a"], sources.include, sources.unit_file("all_reduce"), library), check=True)
+    library = compiled_library(Sources(ROOT), "all_reduce", nvcc, ["90a"], cache_folder())
     text = subprocess.run([tool, "-sass", str(library)], capture_output=True, text=True, check=True).stdout
     kernels: dict[str, list[str]] = {}
     for line in text.splitlines():

@@ -655,15 +655,15 @@ def quick_nvcc() -> Nvcc:
 @pytest.mark.timeout(900)  # on a busy machine the tensor-core kernels take nvcc minutes
 @pytest.mark.parametrize("unit", UNITS)
 def test_unit_compiles_for_every_architecture(unit: str) -> None:
-    """Machine code for sm_80, sm_90a and sm_100, on a machine that need have no GPU; again only when sources change."""
-    nvcc = quick_nvcc()
-    compiled = compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, PACKAGE.parent / ".cache" / "kernels")
+    """Machine code for sm_80, sm_90a and sm_100, on a machine that need have no GPU; again only when sources, compiler or
+    flags change: the cache is the user's."""
+    compiled = compiled_library(find_sources(), unit, quick_nvcc(), WHEEL_ARCHS, cache_folder())
     assert ctypes.CDLL(str(compiled))
 
 
 @pytest.mark.slow
 def test_compiled_functions_answer_through_the_bindings() -> None:
-    nvcc, folder = quick_nvcc(), PACKAGE.parent / ".cache" / "kernels"
+    nvcc, folder = quick_nvcc(), cache_folder()
     kernels = KernelLibrary(lambda unit: compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, folder), "cpu")
     with pytest.raises(RuntimeError, match="arena_fill: num_live is negative"):
         kernels.arena_fill(bytes(48), 1, -1, None, torch.device("cpu"), 0)
