@@ -90,6 +90,28 @@ class LaunchedLayerKernels(LayerKernels):
         operands = (queries, row, norm_weight, table, positions, out, cache_rows, out_slots)
         accesses.store_latent.launch(compute, *operands)
 
+    def store_index(
+        self,
+        queries: torch.Tensor,
+        key: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        out_weights: torch.Tensor,
+        cache_rows: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        def compute(*given: torch.Tensor) -> None:
+            _TORCH.store_index(*given[:4], eps, *given[4:7], scale, *given[7:])
+
+        operands = (queries, key, norm_weight, norm_bias, table, positions, weights, out, out_weights, cache_rows)
+        accesses.store_index.launch(compute, *operands, out_slots)
+
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if len(x) > _FEW_TOKENS:
             return _TORCH.router_logits(x, weight)

@@ -16,7 +16,11 @@ from selection_cases import SCALE, Sizes, Steps
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs, IndexQueries, QueryTree, VerifyInputs
+from fenceline.layers.kernels.base import LayerKernels
+from fenceline.layers.kernels.index_rows import unpacked
 from fenceline.layers.kernels.triton import select_tokens
+from fenceline.layers.kernels.triton.store_index import store_index
+from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.memory_order.guards import first_of_best
 
 pytestmark = pytest.mark.gpu
@@ -155,6 +159,31 @@ def test_radix_counts_agree_whatever_their_digits(monkeypatch: pytest.MonkeyPatc
         select_tokens._select_variant.cache_clear()
         assert torch.equal(plan.select(0, index)[0], expected), bits
     select_tokens._select_variant.cache_clear()
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("num_heads", [64, 32, 3])
+def test_store_index(num_heads: int, in_fp8: bool, pdl: bool) -> None:
+    """Nearly what torch computes: numbers of FP8 may round to a neighbour."""
+    for num_tokens in (1, 3, 300):
+        queries = torch.randn(num_tokens, num_heads, 128, device="cuda").bfloat16()
+        key, norm = torch.randn(num_tokens, 128, device="cuda").bfloat16(), torch.randn(2, 128, device="cuda")
+        weights, table = torch.randn(num_tokens, num_heads, device="cuda"), RotaryEmbedding(64, 4096, 1e6).table.cuda()
+        positions, slots = torch.randint(0, 4096, (num_tokens,), device="cuda"), 369 - torch.randperm(num_tokens).cuda()
+        pool = torch.zeros(
+            370, 1, 132 if in_fp8 else 128, device="cuda", dtype=torch.uint8 if in_fp8 else torch.bfloat16
+        )
+        found, wanted = ((torch.empty_like(queries), torch.empty_like(weights), pool.clone()) for _ in range(2))
+        operands = (queries, key, *norm, 1e-6, table, positions, weights, 0.4)
+        LayerKernels().store_index(*operands, *wanted, slots)
+        store_index(*operands, *found, slots, pdl)
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-6)
+        rows, expected = (unpacked(made[2][slots, 0]) for made in (found, wanted))
+        bound = 1 / 8 if in_fp8 else 2**-6
+        torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
+        torch.testing.assert_close(rows, expected, rtol=bound, atol=bound / 16 * float(expected.abs().max()))
+        assert not in_fp8 or (found[0] == wanted[0]).float().mean() > 0.99
+        assert not found[2][: 370 - num_tokens].any(), "a write went astray"
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from fenceline.layers.kernels.triton import (
     routing,
     select_tokens,
     skinny_gemm,
+    store_index,
     store_latent,
 )
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
@@ -54,6 +55,7 @@ def launches() -> Iterator[Launch]:
     yield from _activations()
     yield from _rotations()
     yield from _latents()
+    yield from _indexes()
     yield from _products_by_head()
     yield from _products()
     yield from _quantized_products()
@@ -145,6 +147,32 @@ def _latents() -> Iterator[Launch]:
         operands = (queries, row, _random(rank), table, positions, out, cache_rows, slots)
         name = f"store_latent {num_tokens}x{num_heads}"
         yield Launch(name, accesses.store_latent, operands, run, waits_in=store_latent)
+
+
+def _indexes() -> Iterator[Launch]:
+    # Tokens, heads, features, rotated features, whether rows are in FP8.
+    for num_tokens, num_heads, dim, rope, in_fp8 in ((2, 3, 20, 6, False), (3, 20, 32, 16, True)):
+        queries, key, weights = (
+            _random(num_tokens, num_heads, dim),
+            _random(num_tokens, dim),
+            _random(num_tokens, num_heads),
+        )
+        table, cache_rows = _random(20, 3 * rope // 2), _random(12, 1, dim)
+        cache_rows = packed(*rounded(cache_rows)) if in_fp8 else cache_rows
+        positions, slots = torch.randperm(20)[:num_tokens], torch.randperm(12)[:num_tokens]
+
+        def run(
+            pdl: bool, queries: Any, key: Any, weight: Any, bias: Any, table: Any, positions: Any, weights: Any,
+            out: Any, out_weights: Any, cache_rows: Any, slots: Any,
+        ) -> None:  # fmt: skip
+            made = weights, 0.3, out, out_weights, cache_rows, slots
+            store_index.store_index(queries, key, weight, bias, 1e-6, table, positions, *made, pdl)
+
+        outputs = torch.empty_like(queries), torch.empty_like(weights)
+        norm = _random(dim), _random(dim)
+        operands = (queries, key, *norm, table, positions, weights, *outputs, cache_rows, slots)
+        name = f"store_index {num_tokens}x{num_heads}"
+        yield Launch(name, accesses.store_index, operands, run, waits_in=store_index)
 
 
 def _products_by_head() -> Iterator[Launch]:

@@ -31,6 +31,7 @@ from fenceline.layers.kernels.triton.skinny_gemm import (
     may_fuse_norm,
     skinny_linear,
 )
+from fenceline.layers.kernels.triton.store_index import store_index
 from fenceline.layers.kernels.triton.store_latent import store_latent
 from fenceline.layers.skinny_table import ROW_BUCKETS, SHARED_BYTES, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
@@ -59,6 +60,7 @@ TRITON: Mapping[str, Callable[..., object]] = {
     "activate": silu_and_mul,
     "rotate_and_store": rotate_and_store,
     "store_latent": store_latent,
+    "store_index": store_index,
     "router_logits": router_logits,
     "route": route,
     "combine_experts": combine_experts,
@@ -76,8 +78,8 @@ def _programmatic(kernel: Any) -> Callable[..., object]:
 
 class CudaLayerKernels(LayerKernels):
     """Triton kernels. From sm_90 on they may start before the preceding kernel has ended. Before they wait for that
-    kernel they read weights; ``rotate_and_store`` and ``store_latent`` also read the table, positions and out_slots. So
-    there must be another kernel between the one that writes these and the one that reads them."""
+    kernel they read weights; ``rotate_and_store``, ``store_latent`` and ``store_index`` also read the table, positions
+    and out_slots. So there must be another kernel between the one that writes these and the one that reads them."""
 
     def __init__(self, device: torch.device, fixed: SplitWorkspace | None = None) -> None:
         """``fixed``: that of products in a fixed order, which all sums then have; see ``LayerKernels.fixed_order``."""

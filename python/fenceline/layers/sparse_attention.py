@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
+from fenceline.config.kv_layout import INDEX
 from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, in_order
 from fenceline.layers.forward_batch import ForwardBatch, IndexQueries, Selection
-from fenceline.layers.kernels.base import apply_rotary, rotary_angles
-from fenceline.layers.kernels.index_rows import packed, rounded, spread
 from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots, whole
@@ -43,7 +41,6 @@ class Indexer:
         rank = config.latent.q_lora_rank
         assert rank is not None, "the family has it"
         self._kernels, self._rotary = context.kernels, site.rotary
-        self._in_fp8 = context.kv_dtype not in (None, context.dtype)
         self.wq_b = ReplicatedLinear("wq_b", rank, num_heads * head_dim, False, context)
         self.wk = ReplicatedLinear("wk", hidden_size, head_dim, False, context)
         self.k_norm = (torch.empty(head_dim, dtype=torch.float32), torch.empty(head_dim, dtype=torch.float32))
@@ -51,22 +48,23 @@ class Indexer:
         self._kernels.prepare_linear(num_heads, hidden_size, torch.float32)
 
     def forward(
-        self, normed: torch.Tensor, query_latent: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The layer's input [T, hidden_size] after its norm, the latents [T, q_lora_rank] of its queries → queries [T,
-        heads * features], weights [T, heads] float32, keys [T, 1, features of the row in the pool]."""
+        self,
+        normed: torch.Tensor,
+        query_latent: torch.Tensor,
+        batch: ForwardBatch,
+        cache_rows: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Store the keys of the layer's input [T, hidden_size] after its norm, and write what scores tokens by them, of
+        the latents [T, q_lora_rank] of its queries: to ``out``, queries [T, heads * features] and weights [T, heads]
+        float32."""
         num_heads, head_dim = self.config.num_heads, self.config.head_dim
         queries = self.wq_b.forward(query_latent).view(-1, num_heads, head_dim)
-        keys = F.layer_norm(self.wk.forward(normed).float(), (head_dim,), *self.k_norm, _EPS).to(normed.dtype)
-        both = torch.cat((queries, keys.unsqueeze(1)), 1)
-        angles = rotary_angles(self._rotary.table, positions)
-        both[..., : self.rope_dim] = apply_rotary(both[..., : self.rope_dim], *angles)
-        weights = self._kernels.router_logits(normed, self.weights_proj) * (num_heads * head_dim) ** -0.5
-        if not self._in_fp8:
-            return both[:, :num_heads].flatten(1), weights, both[:, num_heads:]
-        numbers, scales = rounded(spread(both.float()))
-        queries = numbers[:, :num_heads].to(both.dtype).flatten(1)
-        return queries, weights * scales[:, :num_heads, 0], packed(numbers[:, num_heads:], scales[:, num_heads:])
+        weights = self._kernels.router_logits(normed, self.weights_proj)
+        self._kernels.store_index(
+            queries, self.wk.forward(normed), *self.k_norm, _EPS, self._rotary.table, batch.positions[0],
+            weights, (num_heads * head_dim) ** -0.5, out[0].view(queries.shape), out[1], cache_rows, batch.out_slots,
+        )  # fmt: skip
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         inside = f"{prefix}{self.name}."
@@ -99,13 +97,13 @@ class SparseLatentAttention(LatentAttention):
     def project_index(self, normed: torch.Tensor, query_latent: torch.Tensor, batch: ForwardBatch) -> None:
         if self.indexer is None:
             return
-        queries, weights, keys = self.indexer.forward(normed, query_latent, batch.positions[0])
-        batch.kv_pool.row(self.layer_id, "index").index_copy_(0, batch.out_slots, keys)
         if batch.buffers is None:
-            batch.sparse.queries = queries, weights
-            return
-        for name, made in zip(self._index_buffers, (queries, weights), strict=True):
-            batch.buffers.tensors[name].copy_(made)
+            num_tokens, (width, num_heads) = len(normed), self._index_sizes
+            weights = normed.new_empty(num_tokens, num_heads, dtype=torch.float32)
+            batch.sparse.queries = normed.new_empty(num_tokens, width), weights
+        self.indexer.forward(
+            normed, query_latent, batch, batch.kv_pool.row(self.layer_id, INDEX), self._index_queries(batch)
+        )
 
     def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q, k, v = self.split(projected)

@@ -32,6 +32,7 @@ PROGRAMMATIC = [
     "silu_and_mul",
     "rotate_and_store",
     "store_latent",
+    "store_index",
     "by_head",
     "skinny_linear",
     "quantized_linear",

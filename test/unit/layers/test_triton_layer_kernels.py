@@ -21,6 +21,7 @@ CHECKS = (
     "noise",
     "rotate_and_store_in_fp8",
     "store_latent",
+    "store_index",
     "by_head",
     "sample_greedy",
     "sample_from_parts",
@@ -35,6 +36,7 @@ PROGRAMMATIC = (
     "_silu_and_mul_kernel",
     "_rotate_and_store_kernel",
     "_store_latent_kernel",
+    "_store_index_kernel",
     "_by_head_kernel",
     "_embed_and_join_kernel",
     "_one_row_kernel",
@@ -80,6 +82,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         rotate_store,
         routing,
         skinny_gemm,
+        store_index,
         store_latent,
     )
     from fenceline.layers.kernels.triton import by_head as by_head_triton
@@ -99,6 +102,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         "ROW_STRIDE": 1536 + 576,
         "ROUNDS": False,
     }
+    index = {"HEADS": 64, "DIM": 128, "DIM_PAD": 128, "HALF": 32, "BLOCK_HEADS": 16, "ROUNDS": False}
     by_head = {"N": 512, "K": 192, "BLOCK_N": 64, "BLOCK_K": 256, "ROWS": 64, "X_ROW": 20 * 256, "X_HEAD": 256}
     by_head |= {"WEIGHT_HEAD": 448 * 512, "WEIGHT_N": 1, "WEIGHT_K": 512, "OUT_ROW": 21 * 576, "OUT_HEAD": 576}
     heads = {
@@ -130,6 +134,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         else [
             (rotate_store._rotate_and_store_kernel, 1, heads | {"ROUNDS": True}, IN_FP8),
             (store_latent._store_latent_kernel, 4, latents | {"ROUNDS": True}, IN_FP8),
+            (store_index._store_index_kernel, 4, index | {"ROUNDS": True}, OF_INDEX | IN_FP8),
             (quantized_gemm._one_row_kernel, 4, one | {"INT4": False, "zeros_ptr": None}, IN_FP8),
             (skinny_gemm._rows_kernel, 4, scaled, SCALED),
             (skinny_gemm._rows_kernel, 4, scaled | {"GROUP": 128}, SCALED),
@@ -145,6 +150,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         ),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (store_latent._store_latent_kernel, 4, latents, {}),
+        (store_index._store_index_kernel, 4, index | {"scales": None}, OF_INDEX),
         (by_head_triton._by_head_kernel, 4, by_head, {}),
         (quantized_gemm._one_row_kernel, 4, one, {}),
         (skinny_gemm._rows_kernel, 4, dense, {}),
@@ -173,6 +179,8 @@ ROUTES = {
     "counts": "*i32",
     "scaling": "fp32",
 }
+OF_INDEX = dict.fromkeys(("norm_weight", "norm_bias", "weights", "out_weights", "scales"), "*fp32")
+OF_INDEX |= {"key": "*bf16", "scale": "fp32"}
 # Types of the kernels' arguments that are no int64 tensors.
 ARGUMENTS = {
     **dict.fromkeys(("x_ptr", "norm_ptr", "bias_ptr", "out_ptr", "weight_ptr"), "*bf16"),
@@ -288,6 +296,51 @@ def check_store_latent() -> None:
             assert torch.equal(found[1][slots].to(dtype), found[0][:, -1:])
             # Norms that differ in their last bit may round to neighbours.
             assert (found[0][:, -1] == wanted[0][:, -1]).float().mean() > 0.98
+
+
+def check_store_index() -> None:
+    """For sizes of several families and odd ones, in every type and rounded to FP8 as the pool keeps it."""
+    from fenceline.layers.kernels.base import LayerKernels
+    from fenceline.layers.kernels.triton.store_index import store_index
+    from fenceline.layers.rotary import RotaryEmbedding
+
+    # Heads, features, rotated features, whether the pool is in FP8.
+    for num_heads, dim, rope in ((64, 128, 64), (32, 128, 64), (17, 32, 16), (3, 28, 16), (1, 16, 16)):
+        for dtype in DTYPES[:2] if dim & (dim - 1) else (*DTYPES[:2], torch.uint8):
+            x_type = torch.float32 if dtype == torch.uint8 else dtype
+            num_tokens, num_slots = 3, 9
+            table = RotaryEmbedding(rope, 64, 10_000.0).table
+            queries, key = (
+                random(num_tokens, num_heads, dim, dtype=x_type),
+                random(num_tokens, dim, dtype=x_type, seed=1),
+            )
+            f32 = {"dtype": torch.float32}
+            norm, weights = (
+                (random(dim, **f32, seed=2), random(dim, **f32, seed=3)),
+                random(3, num_heads, **f32, seed=4),
+            )
+            slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:num_tokens]
+            found, wanted = (
+                [
+                    torch.empty_like(queries),
+                    torch.empty_like(weights),
+                    torch.zeros(num_slots, 1, dim + 4 if dtype == torch.uint8 else dim, dtype=dtype),
+                ]
+                for _ in range(2)
+            )
+            for store, made in ((store_index, found), (LayerKernels().store_index, wanted)):
+                positions = torch.arange(num_tokens) * 13
+                store(queries, key, *norm, 1e-6, table, positions, weights, 0.4, *made, slots)
+            if dtype != torch.uint8:
+                for actual, expected in zip(found, wanted, strict=True):
+                    close(actual, expected, ulps=8.0)
+                continue
+            close(found[1], wanted[1], ulps=32.0)
+            for actual, expected in ((found[0], wanted[0]), (found[2][..., :-4], wanted[2][..., :-4])):
+                assert (actual == expected).float().mean() > 0.99  # others round to neighbours
+            assert not found[2][torch.ones(num_slots).bool().index_fill_(0, slots, False)].any()
+            scales = [made[2][slots, 0, -4:].contiguous().view(torch.float32) for made in (found, wanted)]
+            close(*scales, ulps=32.0)
 
 
 def check_by_head() -> None:

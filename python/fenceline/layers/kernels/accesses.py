@@ -34,6 +34,13 @@ store_latent = declared(
     "out_slots table[positions] norm_weight | > queries row -> out cache_rows[out_slots]",
 )
 
+# See ``store_index.store_index``.
+store_index = declared(
+    "store_index",
+    "queries key norm_weight norm_bias table positions weights out out_weights cache_rows out_slots",
+    "out_slots table[positions] norm_weight norm_bias | > queries key weights -> out out_weights cache_rows[out_slots]",
+)
+
 # ``skinny_gemm.skinny_linear``, of which only the kernel of one row reads weights before its wait, and
 # fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
 # its own (``rms_norm``). ``out`` is the residual if there is one.

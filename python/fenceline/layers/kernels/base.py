@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.four_bit import four_bit_numbers
+from fenceline.layers.kernels.index_rows import packed, rounded, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,44 @@ class LayerKernels:
         stored = out[:, num_heads:]
         stored[:, 0, :rank] = self.rms_norm(latent.contiguous(), norm_weight, eps)
         _store(stored, cache_rows, out_slots)
+
+    def store_index(
+        self,
+        queries: torch.Tensor,
+        key: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        weights: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        out_weights: torch.Tensor,
+        cache_rows: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        """What an indexer scores tokens by. ``key`` [T, D] is normalised (LayerNorm, ``norm_weight`` and ``norm_bias``
+        [D] float32). The first features of the key and of the ``queries`` [T, H, D] are rotated. The key goes to the
+        pool, the queries go to ``out`` [T, H, D], and ``weights`` [T, H] float32 * ``scale`` to ``out_weights``.
+
+        ``cache_rows`` [num_slots, 1, features of the row]. If it is of bytes, keys and queries are rounded to FP8 (see
+        ``index_rows``), and the queries' scales are multiplied by the weights. Others: see ``store_latent``.
+        """
+        num_heads, dims = queries.shape[1], table.shape[1] // 3 * 2
+        normed = F.layer_norm(key.float(), norm_weight.shape, norm_weight, norm_bias, eps).to(key.dtype)
+        both = torch.cat((queries, normed.unsqueeze(1)), 1)
+        both[..., :dims] = apply_rotary(both[..., :dims], *rotary_angles(table, positions))
+        weights = weights * scale
+        if cache_rows.dtype == torch.uint8:
+            numbers, scales = rounded(spread(both.float()))
+            both, row = numbers.to(both.dtype), packed(numbers[:, num_heads:], scales[:, num_heads:])
+            weights = weights * scales[:, :num_heads, 0]
+        else:
+            row = both[:, num_heads:]
+        out.copy_(both[:, :num_heads])
+        out_weights.copy_(weights)
+        cache_rows.index_copy_(0, out_slots, row)
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, K] of any float type by ``weight`` [num_experts, K] float32, transposed → [T, num_experts] float32."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.layers.kernels.base import FP8_MAX
-
+_MAX = torch.finfo(torch.float8_e4m3fn).max
 _LEAST = 1e-4  # of a vector's largest feature, so that a scale is never zero
 
 
@@ -23,7 +22,7 @@ def spread(x: torch.Tensor) -> torch.Tensor:
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., n] float32 → e4m3 numbers of its shape and scales [..., 1] float32, whose product is near x."""
-    scales = x.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / FP8_MAX
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / _MAX
     return (x / scales).to(torch.float8_e4m3fn), scales
 
 
