@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
+import socket
 import ssl
 from collections.abc import Collection
 from urllib.parse import SplitResult, urlsplit
@@ -51,7 +52,7 @@ def _target(url: str, domains: Collection[str]) -> tuple[SplitResult, str, int]:
 
 async def _public_address(host: str, port: int) -> str:
     """The address to connect to. Whoever owns the name may answer differently the next time: it is not asked again."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=1)  # SOCK_STREAM
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(each[4][0]) for each in found]
     if not addresses or not all(map(is_public, addresses)):
         raise ValueError(f"{host} is not at a public address")
@@ -67,15 +68,18 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if ip not in _UNICAST:
+            return False
     return ip.is_global and not ip.is_multicast
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that is assigned to the public network
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # reads all certificates
-
-
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 async def _get(target: SplitResult, host: str, port: int, address: str) -> bytes:

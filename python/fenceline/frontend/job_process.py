@@ -160,10 +160,10 @@ class JobProcess:
 
 
 class JobQueue:
-    """Limits how many jobs are done at a time. Belongs to one event loop. Most take milliseconds, but
-    a hostile one takes as long as it is allowed. So each has a short turn first, and those that need more time wait
-    again for a long turn. While both kinds wait, one turn at a time is a long one. Within a kind the smallest rank goes
-    first, and then whoever came first."""
+    """Limits how many jobs are done at a time. Belongs to one event loop. Most take milliseconds, a hostile one as long
+    as it may. So each has a short turn first, and those that need more time wait again for a long turn. While both
+    kinds wait, one turn at a time is a long one. Within a kind the smallest rank goes first, and then whoever came
+    first."""
 
     def __init__(self, num_turns: int) -> None:
         """``num_turns``: how many at a time, at least two, since one of them is never a long turn."""

@@ -28,8 +28,7 @@ DECODING = JobLimits(
     done="decoded",
     smaller="make it smaller",
 )
-
-
+# EXIF data that say that an image is upright.
 _UPRIGHT = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0\0\0"
 
 
@@ -54,7 +53,6 @@ def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
 
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # checked before; this is for what a plugin finds out later
     warnings.simplefilter("error", Image.DecompressionBombWarning)
-
     for format in get_args(Format):  # here, so that not every child imports the modules for it
         file = io.BytesIO()
         Image.new("RGB", (1, 1)).save(file, format, exif=_UPRIGHT)
@@ -62,15 +60,12 @@ def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
     freeze_garbage_collector()
 
     def decoded(job: DecodeJob) -> JobResult:
-        made = prepare(decode(file_bytes(job)), settings.with_pixels(job.min_pixels, job.max_pixels))
+        made = prepare(
+            decode(job.data or from_base64(job.text[job.start :])), settings.with_pixels(job.min_pixels, job.max_pixels)
+        )
         return JobResult(job.id, msgspec.msgpack.encode(made))
 
     return b"", decoded
-
-
-def file_bytes(job: DecodeJob) -> bytes:
-    """The image's file. Raises ValueError for what is not base64."""
-    return job.data or from_base64(job.text[job.start :] if job.start else job.text)
 
 
 def from_base64(text: str) -> bytes:
