@@ -106,8 +106,13 @@ class LaunchedLayerKernels(LayerKernels):
         cache_rows: torch.Tensor,
         out_slots: torch.Tensor,
     ) -> None:
-        def compute(*given: torch.Tensor) -> None:
-            _TORCH.store_index(*given[:4], eps, *given[4:7], scale, *given[7:])
+        def compute(
+            queries: torch.Tensor, key: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
+            table: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, *made: torch.Tensor,
+        ) -> None:  # fmt: skip
+            _TORCH.store_index(
+                queries, key, norm_weight, norm_bias, eps, table, positions, weights, scale, *made
+            )  # fmt: skip
 
         operands = (queries, key, norm_weight, norm_bias, table, positions, weights, out, out_weights, cache_rows)
         accesses.store_index.launch(compute, *operands, out_slots)
