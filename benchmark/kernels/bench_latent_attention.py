@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -26,6 +27,7 @@ from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, IndexQueries
 from fenceline.layers.kernels.index_rows import packed, rounded
+from fenceline.layers.kernels.triton import select_tokens
 from fenceline.layers.kernels.triton.decode_attention import DecodeConfig, query_tiles
 from fenceline.layers.kernels.triton.extend_attention import ExtendConfig
 from fenceline.mem_cache.kv_pool import KVPool
@@ -139,8 +141,9 @@ def sweep(backend: _Cut, setting: AttentionSetting, mode: ForwardMode, batch: Me
     print(f"      in use: {given}")
 
 
-def compare_sparse(device: Device, num_heads: int, kv: str) -> None:
-    """Time attention to selected tokens beside that to all of them, in decode and in a prefill's piece."""
+def compare_sparse(device: Device, num_heads: int, kv: str, sweeps: bool) -> None:
+    """Time attention to selected tokens beside that to all of them, in decode and in a prefill's piece; if it
+    ``sweeps``, also with other cuts of the kernel that selects."""
     pieces = [(ForwardMode.DECODE, MeasuredBatch(*sizes)) for sizes in SPARSE]
     pieces += [(ForwardMode.EXTEND, batch) for batch in EXTEND[1:]]
     for mode, batch in pieces:
@@ -153,6 +156,24 @@ def compare_sparse(device: Device, num_heads: int, kv: str) -> None:
         what = "decode" if mode is ForwardMode.DECODE else f"prefill after {batch.prefix_len}"
         case = f"{num_heads:4d} heads {kv} {what} {batch.num_requests:4d} x {batch.num_tokens:6d}"
         print(f"{case} dense {dense:9.1f} us sparse {sparse:9.1f} us, attending {shared:9.1f} us", flush=True)
+        backend.shares = False
+        for cut in itertools.product((4096, 8192, 16_384), (16, 32), (6, 8)) if sweeps else ():
+            with select_cut(*cut):
+                us = measure_us(backend, setting, mode, batch)
+            print(f"      {us:8.1f} us with blocks of {cut[0]}, {cut[1]} warps, counts by {cut[2]} bits", flush=True)
+
+
+@contextmanager
+def select_cut(block: int, num_warps: int, bits: int) -> Iterator[None]:
+    """Another cut of the kernel that selects."""
+    given = select_tokens._SELECT_BLOCK, select_tokens._SELECT_WARPS, select_tokens._BITS
+    try:
+        select_tokens._SELECT_BLOCK, select_tokens._SELECT_WARPS, select_tokens._BITS = block, num_warps, bits
+        select_tokens._select_variant.cache_clear()
+        yield
+    finally:
+        select_tokens._SELECT_BLOCK, select_tokens._SELECT_WARPS, select_tokens._BITS = given
+        select_tokens._select_variant.cache_clear()
 
 
 def triton_errors() -> tuple[type[Exception], ...]:
@@ -181,7 +202,7 @@ def main() -> None:
     assert triton_backend._LATENT_WORKERS_PER_SM >= 2, "the sweep has workspaces for two workers"
     for num_heads, kv in itertools.product(args.heads, args.kv):
         if args.sparse:
-            compare_sparse(device, num_heads, kv)
+            compare_sparse(device, num_heads, kv, args.sweep)
             continue
         for requests, tokens in args.batches:
             batch = MeasuredBatch(requests, tokens)

@@ -43,7 +43,9 @@ _FIXED_WORKSPACE_BYTES = 256 << 20  # there are fewer workers if their segments 
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 _LATENT_MIN_TOKENS = 64  # a worker that has fewer latent rows spares less time than its piece takes to merge
 _LATENT_WORKERS_PER_SM = 2
-_MOST_LISTS = 1024  # of tokens that one launch attends to; each of its workers reads all lengths
+# Of tokens that one launch attends to. More lists would need variants of the kernel that no decode step has, and these
+# fill a GPU with an even number of tokens for each worker.
+_MOST_LISTS = 256
 
 _ONE_TILE = (1, MIN_ROWS)
 # In a fixed order: a segment has at least this many tokens, and a request at most so many segments and tokens behind
