@@ -74,8 +74,7 @@ def _described(batch: StepBatch) -> object:
     return chunks, [np.asarray(column).tolist() for column in columns]
 
 
-@pytest.mark.parametrize("policy", ["random", "pct", "eager"])
-@pytest.mark.parametrize("workload", ["mixed", "aborts", "spill"])
+@pytest.mark.parametrize(("workload", "policy"), [("mixed", "random"), ("aborts", "pct"), ("spill", "eager")])
 def test_what_the_host_is_told_makes_the_run(workload: str, policy: str) -> None:
     """So schedules in which it is told the same need not be tried one by one."""
     heard = _Heard(make_policy(policy, seed=1))

@@ -218,6 +218,7 @@ def test_without_the_detector_races_show_as_wrong_answers(name: str) -> None:
     assert failure is not None and failure.checker != HAPPENS_BEFORE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKERS)
 def test_the_guards_of_graphs_are_named_by_their_checks(name: str) -> None:
     guard = ARMS[name].severs

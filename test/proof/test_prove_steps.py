@@ -133,6 +133,7 @@ def test_shrinking_gives_up_on_what_does_not_fail_again() -> None:
     assert kept == _turns(64) and len(asked) == 12
 
 
+@pytest.mark.long
 def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
     """Pages go up and down in each of them; together they meet every flag, and everything that storage does."""
     flags: dict[str, set[object]] = {}

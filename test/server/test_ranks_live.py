@@ -191,6 +191,7 @@ def test_constrained_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
         assert found == texts(alone.wait_ready())
 
 
+@pytest.mark.long
 def test_ranks_that_speculate_answer_as_one_without() -> None:
     """With the demo model's EAGLE-3 head and graphs, and a constrained answer beside the others."""
     reqs = [

@@ -169,7 +169,9 @@ def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") ->
     return program
 
 
-@pytest.mark.parametrize("ranks, size", [(2, 2), (3, 0), (4, 4)])
+@pytest.mark.parametrize(
+    "ranks, size", [(2, 2), pytest.param(3, 0, marks=pytest.mark.long), pytest.param(4, 4, marks=pytest.mark.long)]
+)
 def test_all_kinds_of_launches_pass_generation_2_to_the_32(tmp_path: Path, ranks: int, size: int) -> None:
     done = subprocess.run([emulated(tmp_path, ranks, size)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout

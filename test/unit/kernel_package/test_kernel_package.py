@@ -655,8 +655,8 @@ def quick_nvcc() -> Nvcc:
 @pytest.mark.timeout(900)  # on a busy machine the tensor-core kernels take nvcc minutes
 @pytest.mark.parametrize("unit", UNITS)
 def test_unit_compiles_for_every_architecture(unit: str) -> None:
-    """Machine code for sm_80, sm_90a and sm_100, on a machine that need have no GPU; again only when sources, compiler or
-    flags change: the cache is the user's."""
+    """Machine code for sm_80, sm_90a and sm_100, on a machine that need have no GPU; again only when sources, compiler
+    or flags change: the cache is the user's."""
     compiled = compiled_library(find_sources(), unit, quick_nvcc(), WHEEL_ARCHS, cache_folder())
     assert ctypes.CDLL(str(compiled))
 

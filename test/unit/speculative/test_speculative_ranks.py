@@ -64,21 +64,27 @@ def _on_ranks(
     return ranks.run(run)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param({}, marks=pytest.mark.long), GRAPHS], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
-def test_ranks_with_drafts_answer_as_one_without(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, graphs: dict[str, object]
-) -> None:
-    expected = plain_answers(models, requests(5), target_of(draft))
-    alone = make_driver(models, algorithm, draft, **graphs)  # type: ignore[arg-type]
-    counts = count_tokens(alone)
-    assert answers(alone, requests(5)) == expected
-    assert _on_ranks(models, algorithm, draft, **graphs) == [(expected, counts)] * 2, "as many drafts count"
+OF_TREES = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near")]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near")]
+    ("algorithm", "draft"),
+    [
+        *(pytest.param(*draft, marks=[pytest.mark.long] if draft in OF_TREES else []) for draft in DRAFTS),
+        *LATENT_DRAFTS,
+    ],
 )
+def test_ranks_with_drafts_answer_as_one_without(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
+) -> None:
+    expected = plain_answers(models, requests(5), target_of(draft))
+    alone = make_driver(models, algorithm, draft, **GRAPHS)  # type: ignore[arg-type]
+    counts = count_tokens(alone)
+    assert answers(alone, requests(5)) == expected
+    assert _on_ranks(models, algorithm, draft, **GRAPHS) == [(expected, counts)] * 2, "as many drafts count"
+
+
+@pytest.mark.parametrize(("algorithm", "draft"), OF_TREES)
 def test_ranks_with_trees_answer_as_one_without(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
 ) -> None:

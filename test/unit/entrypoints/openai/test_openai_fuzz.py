@@ -79,7 +79,7 @@ def submit(body: CompletionBody | ChatBody, ids: list[int]) -> None:
     assert sent.sampling_params.max_new_tokens <= 64
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(body=bodies(CompletionBody, prompt=st.just("a") | st.just([1, 2])))
 def test_completions(body):
     try:
@@ -91,7 +91,7 @@ def test_completions(body):
         check(error)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(body=bodies(ChatBody, messages=st.just([{"role": "user", "content": "a"}]) | MESSAGES))
 def test_chat(body):
     try:
@@ -126,7 +126,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(body=bodies(ResponsesBody, input=st.just("a") | ITEMS))
 def test_responses(body):
     try:
@@ -137,7 +137,7 @@ def test_responses(body):
         check(error, (400, 404))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(body=bodies(MessagesBody, messages=st.just([{"role": "user", "content": "a"}]) | TURNS, max_tokens=st.just(9)))
 def test_messages(body):
     try:
