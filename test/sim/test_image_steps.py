@@ -11,7 +11,7 @@ from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline_sim import VgpuDevice, VirtualGpu
 
-GRAPHS: dict[str, object] = {"piecewise_cuda_graph_tokens": (3, 6, 16), "cuda_graph_bs": (2, 4), "context_length": 256}
+GRAPHS: dict[str, object] = {"piecewise_cuda_graph_tokens": (3, 6, 32), "cuda_graph_bs": (2, 4), "context_length": 256}
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)

@@ -65,9 +65,26 @@ def _qwen3_vl() -> transformers.PreTrainedModel:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+def _gemma3() -> transformers.PreTrainedModel:
+    """An image has more tokens than the window."""
+    tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = {"head_dim": 8, "sliding_window": 10, "layer_types": kinds, "query_pre_attn_scalar": 8, "pad_token_id": 0}
+    config = transformers.Gemma3Config(
+        text_config=_TEXT | text,
+        vision_config=tower | {"image_size": 112, "patch_size": 14, "vision_use_head": False},
+        mm_tokens_per_image=16,
+        image_token_index=IMAGE,
+        boi_token_index=BEGIN,
+        eoi_token_index=END,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
 VISION_MODELS: Mapping[str, Callable[[], transformers.PreTrainedModel]] = {
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": _qwen3_vl,
+    "Gemma3ForConditionalGeneration": _gemma3,
 }
 
 
@@ -88,8 +105,11 @@ def save_vision_checkpoint(name: str, directory: Path) -> transformers.PreTraine
 
 def processor_of(model: transformers.PreTrainedModel) -> transformers.BaseImageProcessor:
     """What prepares images for ``model``, with Pillow."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if model.config.model_type == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 112, "width": 112})
     if model.config.model_type == "qwen3_vl":
         return Qwen2VLImageProcessorPil(
             patch_size=16,
@@ -125,10 +145,11 @@ def vision_driver(
     shard: Shard = Shard(),
     **flags: object,
 ) -> Driver:
-    """A scheduler over a ModelRunner; ``flags`` are ServerArgs fields. Chunks of 16 tokens end within images."""
+    """A scheduler over a ModelRunner; ``flags`` are ServerArgs fields. Chunks of 32 tokens end within
+    some images."""
     device = open_device(device) if isinstance(device, str) else device
     flags = {"tp_size": shard.size} | flags
-    sizes: dict[str, object] = {"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 16}
+    sizes: dict[str, object] = {"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 32}
     flags = sizes | {"random_seed": 1, "max_running_requests": 6, "skip_tokenizer_init": True} | flags
     config = resolve(ServerArgs(model_path=str(directory), device=device.kind, **flags))  # type: ignore[arg-type]
     if num_embedding_rows is not None:
@@ -151,16 +172,14 @@ def image_request(
 def theirs(
     model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int = 8
 ) -> list[int]:
-    """The tokens that transformers answers with, greedily. ``ids`` are expanded as the request's are."""
+    """The tokens that transformers answers with, greedily. ``ids`` are expanded as the request's are. Everything is
+    computed again for each token: ``generate`` takes the answer to a prompt that ends with an image for more of it."""
     inputs = dict(processor_of(model)(list(pictures), return_tensors="pt")) if pictures else {}
-    prompt = torch.tensor([list(ids)])
-    output = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        mm_token_type_ids=(prompt == IMAGE).int(),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        **inputs,
-    )
-    tokens: list[int] = output[0, len(ids) :].tolist()
-    return tokens
+    inputs.pop("num_crops", None)
+    kinds = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    tokens = list(ids)
+    for _ in range(num_tokens):
+        prompt = torch.tensor([tokens])
+        logits = model(input_ids=prompt, use_cache=False, **{kinds: (prompt == IMAGE).int()}, **inputs).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(ids) :]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
 from fenceline.config.quantization import QuantConfig
-from fenceline.config.vision import VisionConfig, qwen2_5_vl, qwen3_vl
+from fenceline.config.vision import VisionConfig, gemma3, qwen2_5_vl, qwen3_vl
 
 _MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
 
@@ -450,8 +450,8 @@ class Family:
     such entry. ``local_theta``: layers with a window have their own rope_theta, with this default; 0: that of the other
     layers. ``switches`` are entries, true or false, that the family's function in models/families.py reads.
     ``computed`` has entries of which only these values are computed; others are refused, except for null. ``vision``
-    returns the tower of a model that reads images, from the whole config.json and the model's directory; None: a model
-    of the family reads texts alone.
+    returns the tower of a model that reads images, from the whole config.json and the model's directory; None: models
+    of the family read texts alone.
     """
 
     head_dim: int | None = None
@@ -478,7 +478,7 @@ class Family:
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
     latent: Callable[[ConfigReader], LatentConfig] | None = None
     indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
-    vision: Callable[[Mapping[str, object], Path], VisionConfig] | None = None
+    vision: Callable[[Mapping[str, object], Path], VisionConfig | None] | None = None
 
 
 _ERNIE_4_5 = Family(
@@ -560,7 +560,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=partial(_periodic_windows, period=2),
         ),
         "Gemma3ForCausalLM": _GEMMA_3,
-        "Gemma3ForConditionalGeneration": replace(_GEMMA_3, text_defaults=_GEMMA_3_DEFAULTS),
+        "Gemma3ForConditionalGeneration": replace(_GEMMA_3, text_defaults=_GEMMA_3_DEFAULTS, vision=gemma3),
         "Glm4ForCausalLM": Family(
             head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary=0.5, rope_interleaved=True
         ),

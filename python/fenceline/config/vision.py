@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from fenceline.config import ConfigError, require
 from fenceline.config.config_reader import ConfigReader
@@ -21,9 +22,10 @@ class VisionConfig:
     published config.json where they differ little: ``depth`` layers of ``num_heads`` heads. ``images``: what it is
     given. ``placeholder``: the id of the token that stands for one embedding in a prompt. A patch is repeated for
     ``temporal_patch_size`` frames. Layers attend to all patches of an image (``full_layers``), or within windows of
-    ``window`` x ``window`` embeddings. ``is_gated``: they have RMS norms and gated MLPs, otherwise layer norms and
-    plain MLPs. ``position_side``: of the square of learned positions, which is stretched over an image; 0: there are
-    none. ``deepstack``: the layers after each of which further embeddings are made. These are added to the hidden
+    ``window`` x ``window`` embeddings. ``style`` says of which kind they are and how the checkpoint names them.
+    ``position_side``: of the square of learned positions, which is stretched over an image; 0: there are none.
+    ``sees_whole``: in the text model the tokens of one image attend to one another, not only to those before them.
+    ``deepstack``: the layers after each of which further embeddings are made. These are added to the hidden
     states of images' tokens after the text model's first layers, one after the other (DeepStack, arXiv:2406.04334)."""
 
     images: ImageSettings
@@ -36,8 +38,9 @@ class VisionConfig:
     temporal_patch_size: int
     full_layers: frozenset[int]
     window: int
-    is_gated: bool = True
+    style: Literal["qwen2_5_vl", "qwen3_vl", "siglip"] = "qwen2_5_vl"
     position_side: int = 0
+    sees_whole: bool = False
     deepstack: tuple[int, ...] = ()
 
 
@@ -70,7 +73,44 @@ def qwen3_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
         deepstack = (8, 16, 24)
     ascends = list(deepstack) == sorted({layer for layer in deepstack if 0 <= layer < sizes.depth})
     require(ascends, f"config.json: deepstack_visual_indexes {list(deepstack)} must be layers of the tower, ascending")
-    return replace(sizes, is_gated=False, position_side=side, deepstack=deepstack)
+    return replace(sizes, style="qwen3_vl", position_side=side, deepstack=deepstack)
+
+
+def gemma3(hf: Mapping[str, object], directory: Path) -> VisionConfig | None:
+    """The tower of Gemma 3, which is SigLIP (arXiv:2303.15343). ``hf`` is the whole config.json."""
+    if "vision_config" not in hf:
+        return None
+    reader, text, outer = _inside(hf, "vision_config"), _inside(hf, "text_config"), ConfigReader(hf)
+    patch, side = reader.size("patch_size", 16), reader.size("image_size", 224)
+    num_tokens = outer.size("mm_tokens_per_image", 256)
+    num_rows, num_patches = math.isqrt(num_tokens), side // patch
+    require(
+        num_rows**2 == num_tokens and side % patch == 0 and num_patches % num_rows == 0,
+        f"config.json: images of {side} pixels in patches of {patch} cannot be {num_tokens} tokens"
+        " (mm_tokens_per_image), a square whose side divides theirs",
+    )
+    for key, computed in (("hidden_act", "gelu_pytorch_tanh"), ("layer_norm_eps", 1e-6)):
+        stated = reader.values.get(key, computed)
+        require(stated == computed, f"config.json: {key} {stated!r} of the tower is not supported, {computed} is")
+    size, num_heads = reader.size("hidden_size", 768), reader.size("num_attention_heads", 12)
+    require(size % num_heads == 0, f"config.json: the tower's hidden_size {size} is no multiple of {num_heads} heads")
+    depth = reader.size("num_hidden_layers", 12, most=_MOST_LAYERS)
+    placeholder = "image_token_id" if "image_token_id" in hf else "image_token_index"
+    return VisionConfig(
+        images=_square_settings(directory, patch, num_patches // num_rows, side),
+        placeholder=outer.count(placeholder, default=262_144),
+        depth=depth,
+        hidden_size=size,
+        intermediate_size=reader.size("intermediate_size", 3072),
+        num_heads=num_heads,
+        out_size=text.size("hidden_size", 2304),
+        temporal_patch_size=1,
+        full_layers=frozenset(range(depth)),
+        window=1 << 20,
+        style="siglip",
+        position_side=num_patches,
+        sees_whole=True,
+    )
 
 
 def _sizes(
@@ -118,16 +158,10 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 
 def _image_settings(directory: Path, patch_size: int, merge_size: int) -> ImageSettings:
-    """What preprocessor_config.json says; transformers 5 has it in processor_config.json. Entries that are missing have
-    the defaults of transformers' Qwen2VLImageProcessor. Raises ``ConfigError`` for what is not computed here."""
-    found = read_optional(directory / "preprocessor_config.json")
-    if not found and isinstance(
-        inside := read_optional(directory / "processor_config.json").get("image_processor"), dict
-    ):
-        found = inside
+    """How the images of Qwen's models are prepared. Entries that are missing have the defaults of transformers'
+    Qwen2VLImageProcessor. Raises ``ConfigError`` for what is not computed here."""
+    found = _processor(directory)
     reader = ConfigReader(found)
-    for key in ("do_resize", "do_rescale", "do_normalize"):
-        require(reader.switch(key, True), f"preprocessor_config.json: {key} false is not supported, only true is")
     for key, wanted in (("patch_size", patch_size), ("merge_size", merge_size)):
         stated = reader.size(key, wanted)
         require(stated == wanted, f"preprocessor_config.json: {key} {stated} is not config.json's, which is {wanted}")
@@ -144,6 +178,44 @@ def _image_settings(directory: Path, patch_size: int, merge_size: int) -> ImageS
         mean=mean,
         std=std,
     )
+
+
+def _square_settings(directory: Path, patch_size: int, merge_size: int, side: int) -> ImageSettings:
+    """The same for images that are all resized to ``side`` x ``side`` pixels, with the defaults of Gemma 3."""
+    found = _processor(directory)
+    reader = ConfigReader(found)
+    size = found.get("size")
+    require(
+        size in (None, {"height": side, "width": side}),
+        f"preprocessor_config.json: size {size} is not the image_size of config.json, {side} x {side}",
+    )
+    require(
+        not reader.switch("do_pan_and_scan"),
+        "preprocessor_config.json: do_pan_and_scan true is not supported, false is",
+    )
+    return ImageSettings(
+        patch_size=patch_size,
+        merge_size=merge_size,
+        min_pixels=1,
+        max_pixels=1 << 30,
+        size=(side, side),
+        resample=reader.count("resample", default=2),
+        rescale_factor=reader.number("rescale_factor", 1 / 255),
+        mean=_channels(found, "image_mean", (0.5, 0.5, 0.5)),
+        std=_channels(found, "image_std", (0.5, 0.5, 0.5)),
+    )
+
+
+def _processor(directory: Path) -> Mapping[str, object]:
+    """What preprocessor_config.json says, or in a folder that transformers 5 has written processor_config.json."""
+    found = read_optional(directory / "preprocessor_config.json")
+    inside = read_optional(directory / "processor_config.json").get("image_processor")
+    if not found and isinstance(inside, dict):
+        found = inside
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        stated = ConfigReader(found).switch(key, True)
+        require(stated, f"preprocessor_config.json: {key} false is not supported, only true is")
+    return found
 
 
 def _channels(

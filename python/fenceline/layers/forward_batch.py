@@ -43,6 +43,9 @@ class AttentionInputs:
     seq_lens_cpu: npt.NDArray[np.int64]  # [B]
     query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE
     query_starts: torch.Tensor | None = None  # [B + 1] int32, where each request's queries start; EXTEND only
+    # (request, first, end): queries of a request, counted from its first, that attend to one another, whatever their
+    # order. EXTEND only; backends other than torch refuse them.
+    whole: tuple[tuple[int, int, int], ...] = ()
 
     def check(self) -> None:
         """Assert that there are requests, and that the queries of each are among its tokens."""

@@ -250,4 +250,5 @@ def _extend_attention(batch: StepBatch, views: Views, page_table: torch.Tensor) 
         seq_lens_cpu=batch.seq_lens,
         query_lens_cpu=batch.seq_lens - batch.starts,
         query_starts=views["query_starts"],
+        whole=tuple([(i, *span) for i, chunk in enumerate(batch.chunks) for span in chunk.whole]),
     )

@@ -74,7 +74,8 @@ class Chunk:
     Of a prompt with images: ``image_rows`` [T] has for each token of one the row of its embedding in the device's pool,
     and the sink's for all others; None: the chunk has no such tokens. ``axes`` [3, T] are the tokens' positions where
     these have three axes; None: all three are the token's place in the prompt. ``position_delta`` is how far positions
-    behind the prompt are from the tokens' places."""
+    behind the prompt are from the tokens' places. ``whole``: (first, end) of the tokens of one image, which attend to
+    one another if the model does so."""
 
     token_ids: I64
     out_slots: I64
@@ -86,6 +87,7 @@ class Chunk:
     image_rows: I64 | None = None
     axes: I64 | None = None
     position_delta: int = 0
+    whole: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

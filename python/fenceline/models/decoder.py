@@ -19,7 +19,7 @@ from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.memory_order import ArenaField, Role
-from fenceline.models.vision import VisionTower
+from fenceline.models.vision import TOWERS, VisionTower
 
 ROTARY_TABLES = "rotary_emb."  # in the names of tensors that old checkpoints store and that are not needed
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # needed only if the KV cache is in FP8
@@ -186,6 +186,7 @@ class CausalLM:
                 or ROTARY_TABLES in name
                 or name.endswith(OTHER_SCALES)
                 or name.startswith(of_mtp)
+                or (self.vision is None and name.startswith(TOWERS))
             )
 
         slots = self.weight_slots()
@@ -206,7 +207,7 @@ class CausalLM:
         if self.lm_head is not self.embed_tokens:
             slots |= self.lm_head.weight_slots("lm_head")
         if self.vision is not None:
-            slots |= self.vision.weight_slots("visual.")
+            slots |= self.vision.weight_slots()
         return slots
 
     @property

@@ -16,6 +16,7 @@ from fenceline.layers.experts import ExpertNames, ExpertsMLP
 from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
+from fenceline.models.vision import TOWERS
 
 _ERNIE_CORRECTION = "moe_statics.e_score_correction_bias"
 
@@ -138,11 +139,12 @@ def _gemma(site: LayerSite) -> DecoderLayer:
     return DecoderLayer(attention, GatedMLP(site, norms=norms))
 
 
-def _text_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the text model of a checkpoint that also has a vision tower, renamed as in a checkpoint of the
-    text model alone. transformers 5 writes other names than earlier versions."""
+def _gemma_vision_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a Gemma 3 that reads images: the text model's renamed as in a checkpoint of it alone, those of the
+    tower as transformers 5 calls them. It has had several names for all of them."""
     for name, tensor in weights:
-        if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
+        if name.removeprefix("model.").startswith(TOWERS):
+            yield name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1), tensor
             continue
         name = name.replace("model.language_model.", "model.", 1)
         yield name.removeprefix("language_model."), tensor
@@ -225,7 +227,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Exaone4ForCausalLM": Architecture(_exaone4),
         "Gemma2ForCausalLM": Architecture(_gemma),
         "Gemma3ForCausalLM": Architecture(_gemma),
-        "Gemma3ForConditionalGeneration": Architecture(_gemma, _text_weights),
+        "Gemma3ForConditionalGeneration": Architecture(_gemma, _gemma_vision_weights),
         "Glm4ForCausalLM": Architecture(_glm4),
         "Glm4MoeForCausalLM": Architecture(_glm4_moe),
         "Glm4MoeLiteForCausalLM": Architecture(_deepseek),

@@ -7,7 +7,7 @@ and windows of one size too: attention within windows is then one product for ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -25,6 +25,8 @@ from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots, whole
 _EPS = 1e-6
 _THETA = 10_000.0
 _PLAIN = "linear_fc1", "linear_fc2"
+TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+"""How the names of all towers' tensors begin."""
 
 Segments = tuple[tuple[int, int], ...]  # (how many, of how many patches each), one after the other
 
@@ -105,33 +107,57 @@ class _PlainMLP:
         return self.first.weight_slots(prefix) | self.second.weight_slots(prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockNames:
+    """What the checkpoint calls the parts of a block."""
+
+    norms: tuple[str, str] = ("norm1", "norm2")
+    attention: str = "attn."
+    qkv: tuple[str, ...] = ("qkv",)
+    proj: str = "proj"
+    mlp: tuple[str, str] = _PLAIN
+
+
+_SIGLIP = _BlockNames(
+    ("layer_norm1", "layer_norm2"), "self_attn.", ("q_proj", "k_proj", "v_proj"), "out_proj", ("fc1", "fc2")
+)
+
+
 class _VisionBlock:
     """x += proj(attention(rope(qkv(norm1(x))))); x += mlp(norm2(x)); all with biases."""
 
     def __init__(self, config: VisionConfig, context: LayerContext) -> None:
         size, inner = config.hidden_size, config.intermediate_size
+        self.names = _SIGLIP if config.style == "siglip" else _BlockNames()
         self.num_heads, self.head_dim = config.num_heads, size // config.num_heads
         self.norm1, self.norm2 = (_make_norm(size, config, context) for _ in range(2))
-        self.qkv = ReplicatedLinear("qkv", size, 3 * size, True, context)
-        self.proj = ReplicatedLinear("proj", size, size, True, context)
+        parts = {name: 3 * size // len(self.names.qkv) for name in self.names.qkv}
+        self.qkv = MergedColumnParallelLinear(size, parts, True, context)
+        self.proj = ReplicatedLinear(self.names.proj, size, size, True, context)
         self.mlp: _GatedMLP | _PlainMLP
-        if config.is_gated:
+        if config.style == "qwen2_5_vl":
             self.mlp = _GatedMLP(config, context)
         else:
-            self.mlp = _PlainMLP((size, inner, size), _PLAIN, context, "tanh")
+            self.mlp = _PlainMLP((size, inner, size), self.names.mlp, context, "tanh")
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, segments: Segments
+    ) -> torch.Tensor:
+        """x [P, hidden_size] → a new tensor. ``angles``: cos and sin, as ``apply_rotary`` takes them; None: no head
+        rotates."""
         qkv = self.qkv.forward(self.norm1.forward(x)).view(len(x), 3, self.num_heads, self.head_dim)
         q, k, v = qkv.unbind(1)
-        x = x + self.proj.forward(attend_within(segments, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v))
+        if angles is not None:
+            q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
+        x = x + self.proj.forward(attend_within(segments, q, k, v))
         return x + self.mlp.forward(self.norm2.forward(x))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
-            **self.norm1.weight_slots(f"{prefix}norm1"),
-            **self.norm2.weight_slots(f"{prefix}norm2"),
-            **self.qkv.weight_slots(f"{prefix}attn."),
-            **self.proj.weight_slots(f"{prefix}attn."),
+            **self.norm1.weight_slots(prefix + self.names.norms[0]),
+            **self.norm2.weight_slots(prefix + self.names.norms[1]),
+            **self.qkv.weight_slots(prefix + self.names.attention),
+            **self.proj.weight_slots(prefix + self.names.attention),
             **self.mlp.weight_slots(f"{prefix}mlp."),
         }
 
@@ -142,7 +168,7 @@ class _Merger:
 
     def __init__(self, config: VisionConfig, context: LayerContext, norms_square: bool = False) -> None:
         self._size = config.hidden_size * config.images.merge_size**2
-        self._norm_name, names = ("ln_q", ("mlp.0", "mlp.2")) if config.is_gated else ("norm", _PLAIN)
+        self._norm_name, names = ("ln_q", ("mlp.0", "mlp.2")) if config.style == "qwen2_5_vl" else ("norm", _PLAIN)
         self._norm_size = self._size if norms_square else config.hidden_size
         self.norm = _make_norm(self._norm_size, config, context)
         self.mlp = _PlainMLP((self._size, self._size, config.out_size), names, context, "none")
@@ -155,7 +181,29 @@ class _Merger:
 
 
 def _make_norm(size: int, config: VisionConfig, context: LayerContext) -> RMSNorm | _LayerNorm:
-    return context.norm(size, _EPS) if config.is_gated else _LayerNorm(size, context.dtype)
+    return context.norm(size, _EPS) if config.style == "qwen2_5_vl" else _LayerNorm(size, context.dtype)
+
+
+class _Projector:
+    """Gemma 3's: the mean of each square of patches, normalised, times a matrix."""
+
+    def __init__(self, config: VisionConfig, context: LayerContext) -> None:
+        self._square = config.images.merge_size**2
+        self.last_norm = _LayerNorm(config.hidden_size, context.dtype)
+        self.norm = replace(context, norm_offset=1.0).norm(config.hidden_size, _EPS)
+        self.weight = torch.empty(config.out_size, config.hidden_size, dtype=context.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        means = self.last_norm.forward(x).unflatten(0, (-1, self._square)).mean(1)
+        return F.linear(self.norm.forward(means), self.weight)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        matrix = WeightSlot(self.weight, (self.weight.shape[1], self.weight.shape[0]), convert=torch.t)
+        return {
+            **self.last_norm.weight_slots(f"{prefix}post_layernorm"),
+            **self.norm.weight_slots("multi_modal_projector.mm_soft_emb_norm"),
+            "multi_modal_projector.mm_input_projection_weight": matrix,
+        }
 
 
 def attend_within(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -171,7 +219,8 @@ def attend_within(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch
 
 class VisionTower:
     """The towers of Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL (arXiv:2511.21631): patches projected, layers with
-    two-dimensional rotary positions, and a merger of each square of patches to one embedding."""
+    two-dimensional rotary positions, and a merger of each square of patches to one embedding. Gemma 3's, SigLIP
+    (arXiv:2303.15343), has learned positions alone."""
 
     def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
         """Parameters of ``dtype`` are allocated on the default device and not initialised."""
@@ -186,10 +235,10 @@ class VisionTower:
         self._frequencies = 1.0 / _THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter)
         self._patch_features = 3 * config.temporal_patch_size * images.patch_size**2
         self.patch_embed = torch.empty(size, self._patch_features, dtype=dtype)
-        self.patch_bias = None if config.is_gated else torch.empty(size, dtype=dtype)
+        self.patch_bias = None if config.style == "qwen2_5_vl" else torch.empty(size, dtype=dtype)
         self.positions = torch.empty(config.position_side**2, size, dtype=dtype) if config.position_side else None
         self.blocks = [_VisionBlock(config, context) for _ in range(config.depth)]
-        self.merger = _Merger(config, context)
+        self.merger: _Merger | _Projector = (_Projector if config.style == "siglip" else _Merger)(config, context)
         self.deepstack = [_Merger(config, context, norms_square=True) for _ in config.deepstack]
 
     def order(self, grid: tuple[int, int]) -> PatchOrder:
@@ -205,12 +254,15 @@ class VisionTower:
         rows, columns = patches // width, patches % width
         if self.positions is not None:
             x = x + self._stretched(self.positions, (rows, height), (columns, width))
-        places = torch.stack((rows, columns), 1)
-        angles = (places.unsqueeze(2) * self._frequencies).flatten(1).unsqueeze(1)
-        cos, sin = angles.cos().repeat(1, 1, 2), angles.sin()
-        undivided, results = ((1, len(patches)),), []
+        rotation = None
+        if config.style != "siglip":
+            places = torch.stack((rows, columns), 1)
+            angles = (places.unsqueeze(2) * self._frequencies).flatten(1).unsqueeze(1)
+            rotation = angles.cos().repeat(1, 1, 2), angles.sin()
+        undivided = ((1, len(patches)),)
+        results: list[torch.Tensor] = []
         for index, block in enumerate(self.blocks):
-            x = block.forward(x, cos, sin, undivided if index in config.full_layers else windows)
+            x = block.forward(x, rotation, undivided if index in config.full_layers else windows)
             if index in config.deepstack:
                 results.append(self.deepstack[len(results)].forward(x))
         merged = self.merger.forward(x)
@@ -237,21 +289,31 @@ class VisionTower:
                 taken = taken + table.index_select(0, row * side + column) * (row_share * share).unsqueeze(1)
         return taken.to(self._dtype)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint, which begin with ``prefix``."""
-        side = self.config.images.patch_size
-        kernel = len(self.patch_embed), 3, self.config.temporal_patch_size, side, side
-        slots = {f"{prefix}patch_embed.proj.weight": WeightSlot(self.patch_embed, kernel, convert=_flat)}
+    def weight_slots(self) -> WeightSlots:
+        """Slots by their names in the checkpoint."""
+        side, frames = self.config.images.patch_size, self.config.temporal_patch_size
+        if self.config.style == "siglip":
+            prefix, patches, positions, block = _SIGLIP_NAMES
+            kernel: tuple[int, ...] = (len(self.patch_embed), 3, side, side)
+        else:
+            prefix, patches, positions, block = _QWEN_NAMES
+            kernel = len(self.patch_embed), 3, frames, side, side
+        slots = {f"{prefix}{patches}.weight": WeightSlot(self.patch_embed, kernel, convert=_flat)}
         if self.patch_bias is not None:
-            slots[f"{prefix}patch_embed.proj.bias"] = whole(self.patch_bias)
+            slots[f"{prefix}{patches}.bias"] = whole(self.patch_bias)
         if self.positions is not None:
-            slots[f"{prefix}pos_embed.weight"] = whole(self.positions)
-        for index, block in enumerate(self.blocks):
-            slots |= block.weight_slots(f"{prefix}blocks.{index}.")
-        slots |= self.merger.weight_slots(f"{prefix}merger.")
+            slots[f"{prefix}{positions}.weight"] = whole(self.positions)
+        for index, one in enumerate(self.blocks):
+            slots |= one.weight_slots(f"{prefix}{block}.{index}.")
+        slots |= self.merger.weight_slots(prefix if self.config.style == "siglip" else f"{prefix}merger.")
         for index, merger in enumerate(self.deepstack):
             slots |= merger.weight_slots(f"{prefix}deepstack_merger_list.{index}.")
         return slots
+
+
+# The tower's prefix, and below it the patches' projection, the learned positions, and the blocks.
+_QWEN_NAMES = "visual.", "patch_embed.proj", "pos_embed", "blocks"
+_SIGLIP_NAMES = "vision_tower.", "embeddings.patch_embedding", "embeddings.position_embedding", "encoder.layers"
 
 
 def _taps(places: torch.Tensor, size: int, side: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

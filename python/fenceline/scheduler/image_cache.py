@@ -45,20 +45,23 @@ class ImageCache:
     """Leases the rows of the pool. One thread, the scheduler's, calls it, and its decisions are a function of these
     calls."""
 
-    def __init__(self, num_rows: int, has_axes: bool) -> None:
+    def __init__(self, num_rows: int, has_axes: bool, sees_whole: bool = False) -> None:
         """``num_rows``: embeddings of the pool, without the sink; 0 for a model without a tower. ``has_axes``: whether
-        the tokens' positions have three axes."""
+        the tokens' positions have three axes. ``sees_whole``: whether the tokens of an image attend to one another, so
+        that one step computes all of them that are not cached."""
         self.num_rows = num_rows
         self.rows = LeasePool("image embeddings", num_rows + 1, reserved=min(num_rows, 1))
-        self._has_axes = has_axes
+        self._has_axes, self._sees_whole = has_axes, sees_whole
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._planned: list[_Entry] = []  # of the step that is launched next
         self.num_computed = 0  # images whose embeddings were computed
         self.num_found = 0  # uses of images whose embeddings were there
 
-    def room(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int) -> int:
+    def room(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int, most: int) -> int:
         """How many of the ``size`` tokens from ``start`` on of a prompt with ``images`` the step may compute, beside
-        what it has already: as many as have room for the embeddings of their images, all at once."""
+        what it has already: as many as have room for the embeddings of their images, all at once. If images are seen
+        whole, those before an image that would not be; or else, so that the prompt goes on, all of its tokens, if these
+        are not more than ``most``."""
         num_used = sum(step.used.values())
         added: set[bytes] = set()
         for image in _within(images, start, start + size):
@@ -67,7 +70,16 @@ class ImageCache:
                 added.add(image.digest)
             if num_used > self.num_rows:
                 return max(image.offset - start, 0)
+            if self._sees_whole and start + size < image.end:
+                size = image.offset - start if image.offset > start else image.end - start
+                return size if size <= most else 0
         return size
+
+    def whole(self, images: Sequence[ImageInput], start: int, size: int) -> tuple[tuple[int, int], ...]:
+        """``Chunk.whole`` of the ``size`` tokens from ``start`` on."""
+        if not self._sees_whole:
+            return ()
+        return tuple([(max(one.offset - start, 0), one.end - start) for one in _within(images, start, start + size)])
 
     def take(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int) -> I64 | None:
         """The rows [size] of a chunk's tokens, the sink's for those of no image; None if no token is of one. There must

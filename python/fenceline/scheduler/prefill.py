@@ -288,12 +288,16 @@ class PrefillPlanner:
             size = min(size, max(most, self.step_tokens // 4, self._memory.tree.lookahead, 1))
         if req.scores_prompt:
             size = min(size, max(req.source.logprob_start_len - start, 0) + budget.scored_tokens)
-        if req.images:
-            size = self._memory.images.room(images, req.images, start, size)
-        if size == remaining:
-            return size
         # The draft's KV of a chunk is computed from tokens that follow it; these must be tokens of the prompt.
-        return max(min(size, remaining - self._memory.tree.lookahead), 0)
+        most = remaining - self._memory.tree.lookahead
+        if size != remaining:
+            size = max(min(size, most), 0)
+        if req.images and size:
+            room = remaining if self._chunk_size is None else budget.step_tokens
+            size = self._memory.images.room(images, req.images, start, size, room)
+            if most < size < remaining:
+                size = remaining if remaining <= room else 0
+        return size
 
     def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
         """Schedule as much of the request's prompt as the step has room for."""
@@ -340,6 +344,7 @@ class PrefillPlanner:
             image_rows=images.take(plan.images, req.images, start, size),
             axes=images.axes(req.images, start, start + size),
             position_delta=images.delta(req.images),
+            whole=images.whole(req.images, start, size),
         )
 
     def _slots(self, req: Req, start: int, end: int) -> I64:

@@ -476,5 +476,7 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         tiers = HiCache(pages, worker.hicache, config, worker.storage)
         tree = tiers.tree
     num_rows_behind = 0 if draft is None else draft.num_rows_behind
-    images = ImageCache(config.num_embedding_rows, bool(config.model.rope_axes))
+    vision = config.model.vision
+    sees_whole = vision is not None and vision.sees_whole
+    images = ImageCache(config.num_embedding_rows, bool(config.model.rope_axes), sees_whole)
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images)

@@ -12,7 +12,9 @@ import transformers
 from ranks import Ranks
 from scheduler_driver import Driver, make_driver
 from vision_cases import (
+    BEGIN,
     CASES,
+    IMAGE,
     ONE,
     VISION_MODELS,
     Case,
@@ -66,11 +68,13 @@ def compare(
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-@pytest.mark.parametrize("page_size,chunk", [(4, 16), (1, 7), (16, -1)])
+@pytest.mark.parametrize("page_size,chunk", [(4, 32), (1, 7), (16, -1)])
 def test_answers_are_those_of_transformers(
     saved: Callable[[str], Saved], name: str, page_size: int, chunk: int
 ) -> None:
     directory, reference = saved(name)
+    if chunk == 7 and name.startswith("Gemma3"):
+        chunk = 33  # an image is computed as a whole
     check(vision_driver(directory, page_size=page_size, chunked_prefill_size=chunk), reference)
 
 
@@ -82,8 +86,10 @@ def test_an_answer_depends_on_the_image(qwen: Saved) -> None:
     assert len({tuple(driver.answers[f"r{seed}"].output_ids) for seed in range(6)}) > 2
 
 
-def test_the_prefix_of_the_same_image_is_found(qwen: Saved) -> None:
-    driver = vision_driver(qwen[0])
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_the_prefix_of_the_same_image_is_found(saved: Callable[[str], Saved], name: str) -> None:
+    directory, reference = saved(name)
+    driver = vision_driver(directory)
     ids, pictures = [3, 4, 5, *ONE, 7, 8, 9], [picture(90, 90, 1)]
     first = image_request(driver, "first", ids, pictures)
     driver.send(first)
@@ -96,7 +102,22 @@ def test_the_prefix_of_the_same_image_is_found(qwen: Saved) -> None:
     last = driver.answers["second"].last
     assert last is not None and last.cached_tokens >= (len(first.input_ids) + 7) // 4 * 4
     assert driver.scheduler.memory.images.num_computed == 2, "the first image's embeddings are not computed again"
-    compare(driver, qwen[1], [second], [(turn, [*pictures, picture(60, 60, 2)])])
+    compare(driver, reference, [second], [(turn, [*pictures, picture(60, 60, 2)])])
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_a_prefix_may_end_within_an_image(saved: Callable[[str], Saved], name: str) -> None:
+    """At least one token of a prompt is computed, here the last of an image, with those of its page."""
+    directory, reference = saved(name)
+    driver = vision_driver(directory)
+    case = [3, 4, 5, BEGIN, IMAGE], [picture(120, 120, 1)]
+    for rid in ("first", "second"):
+        sent = image_request(driver, rid, *case)
+        driver.send(sent)
+        driver.run()
+        compare(driver, reference, [sent], [case])
+    last = driver.answers["second"].last
+    assert last is not None and 4 < last.cached_tokens < len(sent.input_ids)
 
 
 def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None:
@@ -113,8 +134,9 @@ def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None
     assert last is not None and last.cached_tokens == 4, "the text before the image, and nothing else"
 
 
-def test_retracted_prompts_and_answers_go_on(qwen: Saved) -> None:
-    directory, reference = qwen
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_retracted_prompts_and_answers_go_on(saved: Callable[[str], Saved], name: str) -> None:
+    directory, reference = saved(name)
     for steps in (1, 2, 4, 7, 9):
         driver = vision_driver(directory)
         sent = [image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)]
@@ -128,10 +150,11 @@ def test_retracted_prompts_and_answers_go_on(qwen: Saved) -> None:
         compare(driver, reference, sent, CASES)
 
 
-def test_a_small_pool_computes_embeddings_again(qwen: Saved) -> None:
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_a_small_pool_computes_embeddings_again(saved: Callable[[str], Saved], name: str) -> None:
     """It has room for the largest image alone, so most steps read one image, and rows go from one to the other."""
-    directory, reference = qwen
-    driver = vision_driver(directory, num_embedding_rows=30, chunked_prefill_size=8)
+    directory, reference = saved(name)
+    driver = vision_driver(directory, num_embedding_rows=30)
     check(driver, reference, CASES * 2)
     images = driver.scheduler.memory.images
     assert images.num_computed > 6
@@ -180,8 +203,9 @@ def test_the_warm_up_changes_no_answer(qwen: Saved) -> None:
     check(driver, qwen[1])
 
 
-def test_prefixes_come_back_from_the_host(qwen: Saved) -> None:
-    directory, reference = qwen
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_prefixes_come_back_from_the_host(saved: Callable[[str], Saved], name: str) -> None:
+    directory, reference = saved(name)
     driver = vision_driver(directory, max_total_tokens=128, enable_hierarchical_cache=True, hicache_ratio=4.0)
     for turn in range(2):
         sent = [image_request(driver, f"{turn}.{i}", *case) for i, case in enumerate(CASES)]

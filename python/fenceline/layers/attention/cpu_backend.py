@@ -53,7 +53,7 @@ class CpuAttentionBackend(ReferenceAttentionBackend):
         self._source = _Source(kv_pool, rules, self.window)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        if any(rules.selects for rules in self._source.rules.values()):
+        if inputs.whole or any(rules.selects for rules in self._source.rules.values()):
             return super().plan(inputs)  # with a mask for each query
         inputs.check()
         return _plan(self._source, inputs)

@@ -48,6 +48,7 @@ class Requests:
     seq_lens: torch.Tensor  # [G] int64
     max_seq_len: int
     tree: QueryTree  # with the ancestors of these requests
+    whole: tuple[tuple[int, int], ...] = ()  # (first, end) of queries that see one another, in a chain of queries alone
 
     def reads(self, page_size: int, window: int | None, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots [G, tokens] int32 that are read, and which of them each query sees: [G, queries, tokens] bool. The
@@ -61,6 +62,10 @@ class Requests:
         slots = slots_of(self.page_table, self.rows, positions, positions < seq_lens, page_size)
         start = seq_lens - tree.num_nodes
         visible = _visible(tree, (positions - start)[:, None], window)
+        for first, end in self.whole:
+            nodes, own = (positions - start)[:, None], torch.arange(first, end, device=start.device)[:, None]
+            seen = (nodes >= first) & (nodes < end)
+            visible[:, first:end] |= seen if window is None else seen & (nodes > own - window)
         # A query before the first token sees that one, so that its softmax has a key.
         own = start + torch.arange(tree.num_nodes - tree.num_queries, tree.num_nodes, device=start.device)
         return slots, visible | (own < 0)[:, :, None] & (positions == 0)[:, None]
@@ -199,11 +204,14 @@ class ReferenceAttentionBackend(AttentionBackend):
         else:
             lens = zip(inputs.seq_lens_cpu.tolist(), inputs.query_lens_cpu.tolist(), strict=True)
             requests = [
-                Requests(inputs.page_table, rows, seq_lens, num_tokens, QueryTree(num_queries, num_queries))
-                for rows, seq_lens, (num_tokens, num_queries) in zip(
-                    inputs.rows.split(1), inputs.seq_lens.split(1), lens, strict=True
+                Requests(
+                    inputs.page_table, rows, seq_lens, num_tokens, QueryTree(num_queries, num_queries),
+                    tuple([(first, end) for one, first, end in inputs.whole if one == index]),
                 )
-            ]
+                for index, (rows, seq_lens, (num_tokens, num_queries)) in enumerate(
+                    zip(inputs.rows.split(1), inputs.seq_lens.split(1), lens, strict=True)
+                )
+            ]  # fmt: skip
         plan = self.plan_type(self.kv_pool, self.rules, requests)
         plan.prepare()
         return plan
