@@ -4,11 +4,12 @@
                                                        [--sparse]
 
 Each line is one layer's attention in a captured graph of 8 layers with rows of their own: microseconds, the rate at
-which the rows are read once, in GB/s (1e9 bytes), and its share of --rate, or the TFLOP/s of a prefill. Lines of sparse
-attention (2,048 tokens, chosen by an indexer of 64 heads of 128 features) compare it with attention to all tokens; of
-its time, "attending" is what remains in a layer that shares another's selection. With --sweep other configurations are
-timed too (block, warps, stages, for decode also workers on each multiprocessor and fewest blocks of a worker), best
-first. Not all compile: some need more shared memory than there is.
+which the rows are read once, in GB/s (1e9 bytes), and its share of --rate, or the TFLOP/s of a prefill. A prefill of
+new prompts attends to each head's own keys and values (192 and 128 features, or 256 and 256 of 20 heads). Lines of
+sparse attention (2,048 tokens, chosen by an indexer of 64 heads of 128 features) compare it with attention to all
+tokens; of its time, "attending" is what remains in a layer that shares another's selection. With --sweep other
+configurations are timed too (block, warps, stages, for decode also workers on each multiprocessor and fewest blocks of
+a worker), best first. Not all compile: some need more shared memory than there is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+import triton
 
 from fenceline.config.kv_layout import INDEX, KVLayout, index_keys, latent
 from fenceline.layers.attention import triton_backend
@@ -48,6 +51,9 @@ class _Cut(TritonAttentionBackend):
     num_heads = 0
     config: DecodeConfig | None = None
     extends: ExtendConfig | None = None
+
+    def new_config(self, v: torch.Tensor) -> ExtendConfig:
+        return self.extends or super().new_config(v)
 
     def decode_config(self, batch: int) -> DecodeConfig:
         return self.config or super().decode_config(batch)
@@ -176,6 +182,33 @@ def select_cut(block: int, num_warps: int, bits: int) -> Iterator[None]:
         select_tokens._select_variant.cache_clear()
 
 
+def measure_new(backend: _Cut, num_heads: int, batch: MeasuredBatch) -> float:
+    """TFLOP/s of a layer's attention of new prompts, without the products that give keys and values."""
+    key_dim, value_dim = (256, 256) if num_heads == 20 else (192, 128)
+    num, lens = batch.num_requests * batch.num_tokens, np.full(batch.num_requests, batch.num_tokens)
+    q, k = (torch.randn(num, num_heads, key_dim, device="cuda").bfloat16() for _ in range(2))
+    v = torch.randn(num, num_heads, value_dim, device="cuda").bfloat16()
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lens)])).int().cuda()
+    attend = backend.plan_new(lens, starts)
+    ms: float = triton.testing.do_bench(lambda: attend(q, k, v, key_dim**-0.5), return_mode="median")
+    pairs = batch.num_requests * batch.num_tokens * (batch.num_tokens + 1) // 2
+    return 2 * pairs * num_heads * (key_dim + value_dim) / ms / 1e9
+
+
+def sweep_new(backend: _Cut, num_heads: int, batch: MeasuredBatch) -> None:
+    found = []
+    cuts = ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3))
+    for cut in cuts:
+        backend.extends = ExtendConfig(*cut)
+        try:
+            found.append((measure_new(backend, num_heads, batch), cut))
+        except triton_errors():
+            continue
+    backend.extends = None
+    for rate, cut in sorted(found, reverse=True):
+        print(f"      {rate:8.0f} TFLOP/s  {cut}", flush=True)
+
+
 def triton_errors() -> tuple[type[Exception], ...]:
     """What a configuration raises that does not fit the GPU."""
     from triton.compiler.errors import CompilationError
@@ -225,6 +258,12 @@ def main() -> None:
             print(f"{case} {us:9.1f} us {flops / us / 1e6:7.0f} TFLOP/s", flush=True)
             if args.sweep:
                 sweep(backend, setting, ForwardMode.EXTEND, batch)
+            if batch.prefix_len or kv != args.kv[0]:
+                continue
+            rate, new_prompts = measure_new(backend, num_heads, batch), f"{batch.num_requests} x {batch.num_tokens}"
+            print(f"{num_heads:4d} heads, new prompts {new_prompts:31s} {rate:7.0f} TFLOP/s", flush=True)
+            if args.sweep:
+                sweep_new(backend, num_heads, batch)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import transformers
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.backends import AttentionSetting, make_attention_backends
+from fenceline.layers.attention.base import plan_extend
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, AuxHiddenStates, ForwardBatch, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
@@ -485,6 +486,7 @@ class PagedModel:
             context = torch_context(Shard(), torch.float32)
         self.model = load_model(self.config, "auto", self.device, context, 0, progress=False)
         self.page_size = page_size
+        self.least_expanded: int | None = None  # see ``plan_extend``
         pages_per_row = -(-CONTEXT // page_size)
         num_pages = num_rows * pages_per_row + 1
         self.draft, configs = None, [self.config]
@@ -555,7 +557,7 @@ class PagedModel:
             logits_index=None
             if logits_index is None
             else torch.tensor(logits_index, dtype=torch.int64, device=self.device),
-            attn=self.backend.plan(inputs),
+            attn=plan_extend(self.backend, inputs, self.least_expanded),
             kv_pool=self.pool,
             aux_hidden=aux_hidden,
         )

@@ -139,8 +139,25 @@ class SparseState:
     selection: Selection | None = None
 
 
+AttendNew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanSection:
+    """Some successive requests of an EXTEND step, with their tokens. If all of them are new prompts, ``attend_new`` is
+    theirs (``AttentionBackend.plan_new``), else ``plan`` is."""
+
+    tokens: slice
+    plan: AttentionPlan | None = None
+    attend_new: AttendNew | None = None
+
+
 class AttentionPlan(ABC):
-    """How the attention of one batch is computed. All layers use the same plan."""
+    """How the attention of one batch is computed. All layers use the same plan.
+
+    ``sections``: of an EXTEND step with new prompts whose keys and values layers of latents may compute; else empty."""
+
+    sections: Sequence[PlanSection] = ()
 
     def prepare(self) -> None:
         """Submit the work that all layers share. Called at the beginning of a step that a graph captures, so that each

@@ -1,10 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its absorbed form.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in its absorbed form and expanded.
 
 A token keeps one row for all heads: a latent vector c, from which each head's key and value are products, and a rotated
 part that each key has in common. Instead of the keys, the queries are multiplied by the matrix of keys, and instead of
 the values, the sums over the latents by the matrix of values. Attention then is that of one key/value head as wide as
 the row, which any backend computes that takes one row for keys and values: no key or value is ever computed, also not
 those of a cached prefix. Its first features of the result are the sums.
+
+For a long prompt without a prefix this is about three times the arithmetic of attention with each head's keys and
+values, so its layers compute these of its own latents. Which form a row takes depends on its own request alone, and on
+no other of the step.
 """
 
 from __future__ import annotations
@@ -75,14 +79,56 @@ class LatentAttention(TokenMixer):
         out_size = config.num_heads * self.latent.v_head_dim
         self.o_proj = RowParallelLinear("o_proj", out_size, hidden_size, bias, context)
 
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        sections = batch.attn.sections
+        if not sections or self.selects:
+            return super().forward(x, batch)
+        assert batch.buffers is None, "steps with new prompts of so many tokens have no pieces"
+        num_heads, rank, plain = self.heads.num_heads, self.latent.kv_lora_rank, self.latent.qk_nope_head_dim
+        rows = x.new_empty(len(x), num_heads + 1, self.latent.width)
+        queries, row, _, _ = self._compressed(x, batch)
+        self._store(queries, row, rows, batch)
+        keys, values = self._up_matrices()
+        result = x.new_empty(len(x), num_heads, self.latent.v_head_dim)
+        for section in sections:
+            of_section, stored = queries[section.tokens], rows[section.tokens]
+            heads, common = stored[:, :num_heads], stored[:, num_heads:]
+            if section.attend_new is not None:
+                up = self._kernels.linear(common[:, 0, :rank].contiguous(), self._up).unflatten(1, (num_heads, -1))
+                q = torch.cat((of_section[..., :plain], heads[..., rank:]), 2)
+                k = torch.cat((up[..., :plain], common[..., rank:].expand(-1, num_heads, -1)), 2)
+                result[section.tokens] = section.attend_new(q, k, up[..., plain:].contiguous(), self.score_scale)
+                continue
+            assert section.plan is not None, "a section has either"
+            self._kernels.by_head(of_section[..., :plain], keys.transpose(1, 2), heads[..., :rank])
+            sums = section.plan.forward(self.layer_id, heads, common, common, self.score_scale)
+            self._kernels.by_head(sums[..., :rank], values, result[section.tokens])
+        return self.add_product(x, self.o_proj, result.flatten(1), batch)
+
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → queries of the row's width, then the row, [T, (num_heads + 1) * width]; the row also goes to the pool."""
-        num_heads, rank, query_rank = self.heads.num_heads, self.latent.kv_lora_rank, self.latent.q_lora_rank
+        num_heads, rank = self.heads.num_heads, self.latent.kv_lora_rank
         if batch.buffers is None:
             projected = x.new_empty(len(x), self._widths[0])
         else:
             projected = batch.buffers.tensors[self._projected_buffer]
         rows = projected.view(len(x), num_heads + 1, -1)
+        queries, row, normed, down = self._compressed(x, batch)
+        keys, _ = self._up_matrices()
+        plain = queries[..., : self.latent.qk_nope_head_dim]
+        self._kernels.by_head(plain, keys.transpose(1, 2), rows[:, :num_heads, :rank])
+        self._store(queries, row, rows, batch)
+        if self.selects:
+            assert normed is not None and down is not None
+            self.project_index(normed, down, batch)
+        return projected
+
+    def _compressed(
+        self, x: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """x → queries [T, num_heads, head_dim] and rows [T, width], before norm and rotation of the rows; x after its
+        norm and the queries' latents, if the layer selects tokens."""
+        query_rank = self.latent.q_lora_rank
         norm = self.input_norm
         normed, down = batch.normed.pop(norm, None), None
         if normed is None and norm is not None and query_rank is not None and not self.selects:
@@ -99,10 +145,10 @@ class LatentAttention(TokenMixer):
             queries = self.q_proj.forward(down)
         else:
             queries = self.q_proj.forward_normed(compressed[:, :query_rank].contiguous(), self.q_a_norm)
-        queries, row = queries.view(len(x), num_heads, -1), compressed[:, -self.latent.width :]
-        keys, _ = self._up_matrices()
-        plain = queries[..., : self.latent.qk_nope_head_dim]
-        self._kernels.by_head(plain, keys.transpose(1, 2), rows[:, :num_heads, :rank])
+        return queries.view(len(x), self.heads.num_heads, -1), compressed[:, -self.latent.width :], normed, down
+
+    def _store(self, queries: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> None:
+        """``LayerKernels.store_latent`` into ``rows`` [T, num_heads + 1, width] and the layer's row of the pool."""
         if batch.layer_ready is not None:
             # This must come before the store too, because this batch may write to the last page that is being loaded.
             batch.layer_ready(self.layer_id)
@@ -110,10 +156,6 @@ class LatentAttention(TokenMixer):
             queries, row, self.kv_a_norm.weight, self.kv_a_norm.eps, self._rotary.table, batch.positions[0],
             rows, batch.kv_pool.row(self.layer_id, "latent"), batch.out_slots,
         )  # fmt: skip
-        if self.selects:
-            assert normed is not None and down is not None
-            self.project_index(normed, down, batch)
-        return projected
 
     def project_index(self, normed: torch.Tensor, query_latent: torch.Tensor, batch: ForwardBatch) -> None:
         """What a layer that selects tokens computes further of its input, after its norm, and the queries' latents."""

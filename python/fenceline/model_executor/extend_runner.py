@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.engine_config import EngineConfig
+from fenceline.layers.attention.base import plan_extend
 from fenceline.layers.forward_batch import SINK_ROW, AttentionInputs, ForwardBatch, ForwardMode, ImageRows
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_tags import Visited, When
@@ -29,6 +31,9 @@ from fenceline.model_executor.step_accesses import EXTEND_STEP
 from fenceline.models.vision import VisionTower
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
+
+# A shorter prompt gains less by the expanded form of latent attention than its further launches take.
+_FEWEST_EXPANDED = 256
 
 
 class ExtendRunner:
@@ -47,6 +52,7 @@ class ExtendRunner:
         self._speculative = speculative
         self._hicache = hicache
         self._vision = parts.model.vision
+        self._least_expanded = _least_expanded(parts.config, graphs)
 
     def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`."""
@@ -76,7 +82,7 @@ class ExtendRunner:
             positions=tuple(views["axes"]) if "axes" in views else (views["positions"],),
             out_slots=views["out_slots"],
             logits_index=views["logits_index"],
-            attn=self._parts.attention.prefill.plan(attention),
+            attn=plan_extend(self._parts.attention.prefill, attention, self._least_expanded),
             kv_pool=self._parts.kv_pool,
             layer_ready=self._layer_ready(batch, views) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
@@ -90,7 +96,7 @@ class ExtendRunner:
         if speculative is not None:
             of_draft = self._parts.draft_attention.prefill
             if of_draft is not self._parts.attention.prefill:
-                forward_batch = replace(forward_batch, attn=of_draft.plan(attention))
+                forward_batch = replace(forward_batch, attn=plan_extend(of_draft, attention, self._least_expanded))
             extended = Extended(forward_batch, x, views)
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has waited for it: all later submissions come after the load
@@ -239,6 +245,16 @@ def _prompt_targets(chunk: Chunk) -> npt.NDArray[np.int64]:
     """The tokens that the logits at the chunk's ``scored`` offsets score: those at the next positions."""
     tokens = np.concatenate([chunk.token_ids[1:], np.array(chunk.following[:1], dtype=np.int64)])
     return tokens[chunk.scored.start : chunk.scored.stop]
+
+
+def _least_expanded(config: EngineConfig, graphs: PiecewiseCudaGraphRunner | None) -> int | None:
+    """From how many tokens on a prompt without a prefix attends to keys and values of its own, in layers of latents.
+    Steps that are replayed in pieces have no such prompts. None: no prompt does, because its rows would differ in their
+    last bits from those after a cached prefix, or because layers attend to selected rows."""
+    model = config.model
+    if model.latent is None or model.indexer is not None or config.server_args.enable_deterministic_inference:
+        return None
+    return _FEWEST_EXPANDED if graphs is None else max(graphs.sizes[-1] + 1, _FEWEST_EXPANDED)
 
 
 def _extend_attention(batch: StepBatch, views: Views, page_table: torch.Tensor) -> AttentionInputs:

@@ -21,8 +21,10 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.kv_layout import KVLayout, index_keys, latent
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import parse_args
+from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.context import Shard, torch_context
-from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.forward_batch import AttendNew, ForwardMode
+from fenceline.model_executor import extend_runner
 from fenceline.models.families import make_model
 
 NUM_TOKENS = 10
@@ -93,6 +95,34 @@ def test_the_engine_answers_as_transformers_from_every_tier(
     graphs = driver.worker.prefill_graphs, driver.worker.decode  # type: ignore[attr-defined]
     assert all(runner.stats.replays for runner in graphs)
     assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_new_prompts_are_expanded_unless_rows_must_be_the_same(
+    saved: Saved,
+    expected: list[list[int]],
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Prompts of 30 tokens and more, in steps with others that continue or have a prefix; with an indexer none is."""
+    expanded, plan_new = [], AttentionBackend.plan_new
+
+    def counted(self: AttentionBackend, lens: Any, starts: torch.Tensor) -> AttendNew:
+        expanded.extend(lens.tolist())
+        return plan_new(self, lens, starts)
+
+    monkeypatch.setattr(AttentionBackend, "plan_new", counted)
+    monkeypatch.setattr(extend_runner, "_FEWEST_EXPANDED", 30)
+    driver = make_model_driver(
+        model_path=str(saved[0]), page_size=4, chunked_prefill_size=68, cuda_graph_bs=(1, 2, 4),
+        piecewise_cuda_graph_tokens=(16,), enable_deterministic_inference=deterministic,
+    )  # fmt: skip
+    for number in range(2):
+        assert asked(driver, range(8), f"round {number}, ") == expected
+    indexed = INDEXED[request.node.callspec.params["saved"]]
+    assert bool(expanded) == (not deterministic and not any(indexed))
+    assert all(length >= 30 for length in expanded)
 
 
 @pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention", "full_attention"])

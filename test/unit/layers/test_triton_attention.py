@@ -51,6 +51,7 @@ INTERPRETED = (
     "decode_of_latents",
     "verify_of_latents",
     "extend_of_latents",
+    "new_prompts",
     "random_shapes",
     "impossible_batches_are_refused",
     "impossible_trees_are_refused",
@@ -519,6 +520,22 @@ def check_extend_of_latents() -> None:
     agree(backend_output(step, decoding=False, queries=rows_in_front_of_nan(step)), step)
 
 
+def check_new_prompts() -> None:
+    """Keys are wider than values, as wide, or wide in odd ways; some prompts have few tokens."""
+    from fenceline.layers.attention.base import AttentionBackend
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+
+    step = case([3], [1], 16, (3, 1), head_dim=48, rules=latents())
+    backend = TritonAttentionBackend(step.pool, 1, step.rules_there(), num_heads=3)
+    for (key_dim, value_dim), dtype in zip(((48, 32), (34, 24), (32, 32)), (*TOLERANCES, torch.float32), strict=True):
+        lens = np.array([70, 1, 33])
+        starts = torch.tensor([0, 70, 71, 104], dtype=torch.int32)
+        q, k, v = (torch.randn(104, 3, dim).to(dtype) for dim in (key_dim, key_dim, value_dim))
+        wanted = AttentionBackend.plan_new(backend, lens, starts)(q.double(), k.double(), v.double(), 0.3)
+        found = backend.plan_new(lens, starts)(q, k, v, 0.3)
+        torch.testing.assert_close(found.double(), wanted, atol=TOLERANCES[dtype], rtol=0)
+
+
 def check_random_shapes() -> None:
     """Lengths, pages, groups, head sizes, rules and cuts at random. Behind the tokens of a request are NaN and pages
     that do not exist, behind the queries is NaN."""
@@ -615,6 +632,9 @@ def compile_for(arch: str) -> None:
     for kv in ("bf16", "fp8e4nv"):
         compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 2, pdl, kv)
     compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
+    # New prompts of these models, with keys of 192 features and values of 128.
+    heads = {"NUM_KV_HEADS": 128, "GROUP": 1, "TAIL": 64, "TAIL_PAD": 64, "BLOCK_M": 128, "BLOCK_N": 128}
+    compile_kernel(extend, common | heads | {"SPLIT": False}, arch, 8, 2, False)
     merge = {name: (row | many)[name] for name in decode_attention._merge_pieces_kernel.arg_names if name in row | many}
     for part, chunk in ((1, 128), (4, 512)):
         cut = {"PART": part, "CHUNK": chunk, "MERGE": 8192 // (part * chunk)}

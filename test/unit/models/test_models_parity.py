@@ -31,6 +31,8 @@ from fenceline.layers.forward_batch import ForwardMode
 from fenceline.models.families import MODELS
 
 Saved = tuple[Path, transformers.PreTrainedModel]
+# With latents, none of them selected.
+LATENTS = [name for name, (_, own) in CHECKPOINTS.items() if "kv_lora_rank" in own and "index_topk" not in own]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 def test_logits_equal_transformers(saved: Callable[[str], Saved], name: str, page_size: int) -> None:
     directory, reference = saved(name)
     check_parity(directory, reference, page_size, "cpu")
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_new_prompts_attend_to_keys_and_values_of_their_own(saved: Callable[[str], Saved], name: str) -> None:
+    """Prompts of latents from 20 tokens on, between others that are shorter or have a prefix; and they are continued
+    as if they had not."""
+    directory, reference = saved(name)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, reference.config.vocab_size, (n,), generator=generator) for n in (70, 25, 19, 20)]
+    expected = reference_logits(reference, prompts)
+    ours = PagedModel(directory, 16, "cpu")
+    ours.least_expanded = 20
+    ours.step([(3, prompts[0], 0, 30)], ForwardMode.EXTEND)
+    work = [(5, prompts[1], 0, 24), (3, prompts[0], 30, 69), (0, prompts[2], 0, 18), (7, prompts[3], 0, 20)]
+    sections = ours.batch(work, ForwardMode.EXTEND).attn.sections
+    assert [(s.tokens.start, s.tokens.stop, s.attend_new is not None) for s in sections] == [
+        (0, 24, True), (24, 81, False), (81, 101, True),
+    ]  # fmt: skip
+    found = ours.step(work, ForwardMode.EXTEND)
+    for (_, _, start, end), logits, wanted in zip(work, found, (expected[i] for i in (1, 0, 2, 3)), strict=True):
+        torch.testing.assert_close(logits, wanted[start:end], atol=1e-4, rtol=0)
+    last = [(5, prompts[1], 24, 25), (3, prompts[0], 69, 70), (0, prompts[2], 18, 19)]
+    for logits, i in zip(ours.step(last, ForwardMode.DECODE), (1, 0, 2), strict=True):
+        torch.testing.assert_close(logits, expected[i][-1:], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", LENGTH_ROPES)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs, VerifyInputs
+from fenceline.layers.forward_batch import (
+    AttendNew,
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    PlanSection,
+    VerifyInputs,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +75,12 @@ class AttentionBackend(ABC):
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare one eager batch. No host synchronisation."""
 
+    def plan_new(self, query_lens_cpu: npt.NDArray[np.int64], starts: torch.Tensor) -> AttendNew:
+        """Causal attention of prompts to their own tokens alone, whose keys and values need not be in the pool, as a
+        function (q, k, v, scale) → [T, num_heads, features of v]. q and k [T, num_heads, head_dim] and v [T, num_heads,
+        features] are contiguous, one prompt after the other; ``starts`` [B + 1] int32 says where each starts."""
+        return partial(_attend_each, query_lens_cpu.tolist())
+
     def persistent(self, mode: ForwardMode) -> bool:
         """Whether the kernels for ``mode`` are persistent: they hold their SMs until all tiles are done, so no other
         kernel that needs SMs may run at the same time (edge sm_exclusive)."""
@@ -106,3 +122,61 @@ class AttentionBackend(ABC):
         run of a step. ``seq_lens_cpu`` [n <= bucket] include this step's token. Backends without a plan step have
         nothing to do."""
         return
+
+
+def _attend_each(lens: Sequence[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    out, start = torch.empty_like(v), 0
+    for length in lens:
+        of_prompt = slice(start, start + length)
+        own_q, own_k, own_v = (tensor[of_prompt].transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        attended = F.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True, scale=scale)
+        out[of_prompt] = attended[0].transpose(0, 1)
+        start += length
+    return out
+
+
+def plan_extend(backend: AttentionBackend, inputs: AttentionInputs, least: int | None) -> AttentionPlan:
+    """``backend.plan`` of an EXTEND step, with ``sections`` if any prompt of at least ``least`` tokens is new. None: no
+    plan has sections."""
+    lens = inputs.query_lens_cpu
+    if least is None or not ((lens >= least) & (lens == inputs.seq_lens_cpu)).any():
+        return backend.plan(inputs)
+    return _CutPlan(backend, inputs, least)
+
+
+class _CutPlan(AttentionPlan):
+    """The plan of a step in sections. Layers that do not know of them use that of the whole step."""
+
+    def __init__(self, backend: AttentionBackend, inputs: AttentionInputs, least: int) -> None:
+        self._backend, self._inputs = backend, inputs
+        lens = inputs.query_lens_cpu
+        is_new = (lens >= least) & (lens == inputs.seq_lens_cpu)
+        ends = [*np.flatnonzero(np.diff(is_new)) + 1, len(lens)]
+        firsts = [0, *ends[:-1]]
+        self.sections = [self._section(int(a), int(b), bool(is_new[a])) for a, b in zip(firsts, ends, strict=True)]
+
+    def _section(self, first: int, end: int, is_new: bool) -> PlanSection:
+        """The section of the requests from ``first`` to ``end``."""
+        inputs, starts = self._inputs, self._inputs.query_starts
+        assert starts is not None, "EXTEND says where each request's queries start"
+        lens = inputs.query_lens_cpu[first:end]
+        begin = int(inputs.query_lens_cpu[:first].sum())
+        tokens, starts = slice(begin, begin + int(lens.sum())), starts[first : end + 1] - begin
+        if is_new:
+            return PlanSection(tokens, attend_new=self._backend.plan_new(lens, starts))
+        some = replace(
+            inputs,
+            rows=inputs.rows[first:end],
+            seq_lens=inputs.seq_lens[first:end],
+            seq_lens_cpu=inputs.seq_lens_cpu[first:end],
+            query_lens_cpu=lens,
+            query_starts=starts,
+        )
+        return PlanSection(tokens, plan=self._backend.plan(some))
+
+    @cached_property
+    def _whole(self) -> AttentionPlan:
+        return self._backend.plan(self._inputs)
+
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._whole.forward(layer_id, q, k, v, scale)

@@ -9,12 +9,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fenceline.config.kv_layout import INDEX
 from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
 from fenceline.layers.forward_batch import (
+    AttendNew,
     AttentionInputs,
     AttentionPlan,
     ForwardMode,
@@ -207,6 +211,33 @@ class TritonAttentionBackend(AttentionBackend):
         if max_rows <= 64:
             return ExtendConfig(64, 64, 4, 3)
         return ExtendConfig(128, 64, 8, 3)
+
+    def plan_new(self, query_lens_cpu: npt.NDArray[np.int64], starts: torch.Tensor) -> AttendNew:
+        """See ``AttentionBackend.plan_new``. k and v are a pool whose slots are the tokens."""
+        longest = torch.arange(int(query_lens_cpu.max()), dtype=torch.int32, device=starts.device)
+        rows = torch.arange(len(query_lens_cpu), device=starts.device)
+        requests = PagedRequests(starts[:-1].unsqueeze(1) + longest, rows, starts.diff().long(), 1)
+        return partial(self._attend_new, query_lens_cpu, starts, requests)
+
+    def _attend_new(
+        self,
+        query_lens_cpu: npt.NDArray[np.int64],
+        starts: torch.Tensor,
+        requests: PagedRequests,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        config, heads = self.new_config(v), (q.shape[1], q.shape[1])
+        grid = extend_grid(query_lens_cpu, query_lens_cpu, heads, config, self.num_sms)
+        return extend_attention(q, k, v, requests, starts, grid, scale, config)[..., : v.shape[2]]
+
+    def new_config(self, v: torch.Tensor) -> ExtendConfig:
+        """How attention of new prompts with values ``v`` is divided. Keys may have more features than values."""
+        if v.element_size() > 2:
+            return ExtendConfig(32, 32, 4, 2)
+        return ExtendConfig(128, 128, 8, 2) if v.shape[2] <= 128 else ExtendConfig(128, 64, 8, 2)
 
     def attend_to(
         self, slots: torch.Tensor, counts: torch.Tensor, layer_id: int, q: torch.Tensor, scale: float

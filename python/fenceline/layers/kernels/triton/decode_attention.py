@@ -257,9 +257,9 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def split_row(head_dim: int, v_cache: torch.Tensor, k_cache: torch.Tensor, rules: LayerRules) -> tuple[int, int]:
-    """Of how many features a value consists, and how many a key has behind these."""
-    value_dim = rules.value_dim or head_dim
-    assert value_dim == head_dim or rules.shared, "values of their own are as wide as keys"
+    """Of how many features a value consists, and how many a key has more, behind these."""
+    value_dim = rules.value_dim or head_dim if rules.shared else v_cache.shape[2]
+    assert value_dim <= head_dim, "no value is wider than a key"
     assert not rules.shared or v_cache.data_ptr() == k_cache.data_ptr(), "one row, one tensor"
     return value_dim, head_dim - value_dim
 
