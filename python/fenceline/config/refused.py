@@ -151,7 +151,7 @@ _REMEDIES: Mapping[str, str] = {
         " --enable-broadcast-mm-inputs-process --enable-precise-embedding-interpolation --trust-mm-content-hashes"
         " --trust-request-mm-kwargs"
     ),
-    "there is no sparse or linear attention and no diffusion model: leave it out": (
+    "sparse attention has no options, and there is no linear one and no diffusion model: leave it out": (
         "--mamba-* --max-mamba-cache-size --linear-attn-* --gdn-* --kda-* --dsa-* --nsa-* --dsv4-* --enable-dsa-*"
         " --enable-nsa-* --enable-hisparse --hisparse-config --hierarchical-sparse-attention-extra-config"
         " --dense-as-sparse --enable-double-sparsity --ds-* --dllm-* --kt-*"

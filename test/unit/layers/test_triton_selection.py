@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from model_parity import PagedModel, save_checkpoint
 from selection_cases import Sizes, Steps
 from triton_interpreter import compile_kernel, in_front_of_nan, outcomes_of, print_outcomes, set_up_interpreter
 
-from fenceline.layers.forward_batch import IndexQueries, QueryTree
+from fenceline.layers.forward_batch import ForwardMode, IndexQueries, QueryTree
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.memory_order.guards import first_of_best
 
 INTERPRETED = (
@@ -27,6 +31,7 @@ INTERPRETED = (
     "scores_of_every_sign",
     "padded_requests_see_one_token",
     "few_tokens_are_all_attended_to",
+    "whole_model",
 )
 TREE = [-1, 0, 0, 1, 2]  # the parent of each node
 
@@ -144,6 +149,29 @@ def check_few_tokens_are_all_attended_to() -> None:
     plan, reads = steps.decoded(backend)
     assert plan.select(0, IndexQueries(steps.whole(2, 2, 4), steps.whole(2, 2), 5, first_of_best)) == ()
     assert len(reads) == 2
+
+
+def check_whole_model() -> None:
+    """Layers that select and some that share a selection: the logits are those of torch's operators, for prompts in
+    pieces and then decode."""
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.kernels.triton.store_index import store_index
+
+    with TemporaryDirectory() as directory:
+        save_checkpoint("glm-5-shared", Path(directory))
+        expected, ours = (PagedModel(Path(directory), 16, "cpu") for _ in range(2))
+    ours.backend = TritonAttentionBackend(ours.pool, 0, ours.model.attention_rules, ours.config.num_heads)
+    one, two = torch.randint(0, 100, (2, 60))
+    steps = (
+        ([(0, one, 0, 20), (1, two, 0, 10)], ForwardMode.EXTEND),
+        ([(0, one, 20, 40), (1, two, 10, 15)], ForwardMode.EXTEND),
+        ([(0, one, 40, 41), (1, two, 15, 16)], ForwardMode.DECODE),
+    )
+    for work, mode in steps:
+        wanted = expected.step(work, mode)
+        with mock.patch.object(LayerKernels, "store_index", staticmethod(store_index)):
+            found = ours.step(work, mode)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def compile_for_hopper() -> None:
