@@ -106,13 +106,13 @@ class Steps:
         """A step of prompts whose last ``new`` tokens are the queries."""
         spans = [range(length - n, length) for length, n in zip(self.lengths, new, strict=True)]
         reads = [(i, list(range(last + 1))) for i, span in enumerate(spans) for last in span]
-        return backend.plan(self._inputs(ForwardMode.EXTEND, new)), reads
+        return backend.plan(self.inputs(ForwardMode.EXTEND, new)), reads
 
     def decoded(self, backend: AttentionBackend) -> tuple[AttentionPlan, list[Read]]:
         reads = [(i, list(range(length))) for i, length in enumerate(self.lengths)]
-        return backend.plan(self._inputs(ForwardMode.DECODE, [1] * len(self.lengths))), reads
+        return backend.plan(self.inputs(ForwardMode.DECODE, [1] * len(self.lengths))), reads
 
-    def _inputs(self, mode: ForwardMode, new: list[int]) -> AttentionInputs:
+    def inputs(self, mode: ForwardMode, new: list[int]) -> AttentionInputs:
         lens, device = np.array(self.lengths), self.sizes.device
         starts = torch.tensor([0, *new]).cumsum(0).int().to(device)
         rows = self.rows.to(device)

@@ -16,7 +16,7 @@ from selection_cases import Sizes, Steps
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import parse_args
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import AttentionBackend, plan_extend
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
@@ -42,7 +42,10 @@ def test_queries_attend_to_the_best_tokens(seed: int, kind: type[ReferenceAttent
     """Chunks behind prefixes, decode, and verified trees, whose nodes lie in the order of their numbers."""
     steps = Steps(seed, LENGTHS, Sizes())
     backend: AttentionBackend = kind(steps.pool, steps.rules)
-    steps.check(*steps.extended(backend, [3, 1, 6, 9]))
+    new = [3, 1, 6, 9]
+    plan, reads = steps.extended(backend, new)
+    steps.check(plan, reads)
+    steps.check(plan_extend(backend, steps.inputs(ForwardMode.EXTEND, new), 2), reads)  # as that of a draft
     steps.check(*steps.decoded(backend))
     steps.check(*steps.verified(backend, TREE, len(TREE)))
 

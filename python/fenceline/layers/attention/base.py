@@ -18,6 +18,7 @@ from fenceline.layers.forward_batch import (
     AttentionPlan,
     ForwardMode,
     GraphDecodeInputs,
+    IndexQueries,
     PlanSection,
     VerifyInputs,
 )
@@ -180,3 +181,17 @@ class _CutPlan(AttentionPlan):
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         return self._whole.forward(layer_id, q, k, v, scale)
+
+    def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
+        return self._whole.select(layer_id, index)
+
+    def forward_selected(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        tokens: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        return self._whole.forward_selected(layer_id, q, k, v, scale, tokens)
