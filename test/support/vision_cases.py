@@ -173,7 +173,26 @@ def theirs(
     model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int = 8
 ) -> list[int]:
     """The tokens that transformers answers with, greedily. ``ids`` are expanded as the request's are. Everything is
-    computed again for each token: ``generate`` takes the answer to a prompt that ends with an image for more of it."""
+    computed again for each token: ``generate`` takes the answer to a prompt that ends with an image for more of it.
+    The same question is answered once for each model."""
+    question = (
+        type(model),
+        num_tokens,
+        *ids,
+        *[each.tobytes() for each in pictures],
+        *[each.size for each in pictures],
+    )
+    if question not in _ANSWERS:
+        _ANSWERS[question] = _answer(model, ids, pictures, num_tokens)
+    return _ANSWERS[question]
+
+
+_ANSWERS: dict[tuple[object, ...], list[int]] = {}
+
+
+def _answer(
+    model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int
+) -> list[int]:
     inputs = dict(processor_of(model)(list(pictures), return_tensors="pt")) if pictures else {}
     inputs.pop("num_crops", None)
     kinds = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"

@@ -138,7 +138,7 @@ def read_draft_config(
     hf = read_model_json(Path(directory))
     family = _family(hf, algorithm)
     model = ModelConfig.from_dir(directory, {"architectures": [family]}, dtype=target.dtype)
-    model = dataclasses.replace(model, context_length=target.context_length)
+    model = dataclasses.replace(model, context_length=target.context_length, vision=None)  # it sees tokens alone
     _check_vocabulary(model, target, directory)
     if algorithm is SpeculativeAlgorithm.STANDALONE:
         return DraftConfig(algorithm=algorithm, model=model)

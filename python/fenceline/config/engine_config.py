@@ -591,6 +591,7 @@ def check_same_model(config: EngineConfig, directory: str) -> None:
     theirs = ModelConfig.from_dir(
         directory, _model_overrides(args), args.context_length, args.dtype, config.tokenizer_path, args.quantization
     )
+    theirs = _with_images(theirs, config.device, None)
     for field in dataclasses.fields(ModelConfig):
         a, b = getattr(theirs, field.name), getattr(ours, field.name)
         if field.name not in _MAY_DIFFER and a != b:

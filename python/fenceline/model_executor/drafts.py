@@ -467,7 +467,7 @@ class WholeDraft(HiddenDraft):
 
     def after_prefill(self, extended: Extended, next_tokens: Tensor, sampling: SamplingBatch | None) -> None:
         parts, state, views, ends = self.parts, self.parts.state, extended.views, _ends(extended, next_tokens)
-        parts.draft.forward(replace(extended.batch, logits_index=ends[:0]), state.hidden[:0, 0])
+        parts.draft.forward(replace(extended.batch, logits_index=ends[:0], images=None), state.hidden[:0, 0])
         if len(next_tokens):
             rows = views["sample_rows"]
             state.lens[rows] = views["sample_positions"] + 1

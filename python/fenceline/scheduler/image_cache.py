@@ -55,7 +55,6 @@ class ImageCache:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._planned: list[_Entry] = []  # of the step that is launched next
         self.num_computed = 0  # images whose embeddings were computed
-        self.num_found = 0  # uses of images whose embeddings were there
 
     def room(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int, most: int) -> int:
         """How many of the ``size`` tokens from ``start`` on of a prompt with ``images`` the step may compute, beside
@@ -124,8 +123,6 @@ class ImageCache:
                 self._entries[image.digest] = entry
                 step.encodes.append(Encode(image, entry.rows.astype(np.int64)))
                 self.num_computed += 1
-            else:
-                self.num_found += 1
             self._planned.append(entry)
             self._entries.move_to_end(image.digest)
         assert entry is not None and len(entry.rows) == size, "a digest stands for one size"

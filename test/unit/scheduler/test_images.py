@@ -195,6 +195,29 @@ def test_ranks_give_the_same_answers(saved: Callable[[str], Saved], name: str) -
         compare(driver, reference, [image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)], CASES)
 
 
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_answers_do_not_depend_on_neighbours(saved: Callable[[str], Saved], name: str) -> None:
+    """--enable-deterministic-inference: the same bits of every logprob, alone and among others."""
+    directory, _ = saved(name)
+    found = []
+    for num in (1, len(CASES)):
+        driver = vision_driver(
+            directory, enable_deterministic_inference=True, chunked_prefill_size=64 - 16 * (num == 1)
+        )
+        driver.send(*[image_request(driver, f"r{i}", *CASES[i], return_logprob=True) for i in range(num)])
+        driver.run()
+        found.append((driver.answers["r0"].output_ids, driver.output_logprobs["r0"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_random_weights_answer(saved: Callable[[str], Saved], name: str) -> None:
+    driver = vision_driver(saved(name)[0], load_format="dummy")
+    driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
+    driver.run()
+    assert all(len(answer.output_ids) == 8 for answer in driver.answers.values())
+
+
 def test_the_warm_up_changes_no_answer(qwen: Saved) -> None:
     driver = vision_driver(qwen[0], memory_check="order")
     runner = driver.worker
