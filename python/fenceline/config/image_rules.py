@@ -20,12 +20,18 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?|[0-9a-f:.]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRules:
     """``placeholder``: the token that stands for an image in a prompt, and for each of its embeddings. ``max_images``:
-    of one request. ``domains``: hosts from which images are fetched, in lower case."""
+    of one request. ``domains``: hosts from which images are fetched, in lower case. ``written``: see
+    ``VisionConfig``."""
 
     settings: ImageSettings
     placeholder: int
     max_images: int
     domains: frozenset[str]
+    written: tuple[str, str] | None = None
+
+    def as_tokenized(self, text: str) -> str:
+        """``text``, a prompt with images, as the tokenizer gets it."""
+        return text if self.written is None else text.replace(*self.written)
 
 
 def image_rules(args: ServerArgs, model: ModelConfig) -> ImageRules | None:
@@ -49,6 +55,7 @@ def image_rules(args: ServerArgs, model: ModelConfig) -> ImageRules | None:
         placeholder=model.vision.placeholder,
         max_images=_max_images(args),
         domains=frozenset(hosts),
+        written=model.vision.written,
     )
 
 

@@ -246,19 +246,19 @@ def token_ids(value: object) -> list[int]:
 def tokenizer_eos_id(directory: Path) -> int | None:
     """The id of the tokenizer's end-of-sequence token; None if the directory's files do not say it."""
     config = read_optional(directory / "tokenizer_config.json")
-    text = _token_text(config.get("eos_token"))
+    text = token_text(config.get("eos_token"))
     if text is None:
-        text = _token_text(read_optional(directory / "special_tokens_map.json").get("eos_token"))
+        text = token_text(read_optional(directory / "special_tokens_map.json").get("eos_token"))
     if text is None:
         return None
     decoder = config.get("added_tokens_decoder")
     for number, entry in (decoder if isinstance(decoder, dict) else {}).items():
-        if _token_text(entry) == text and str(number).isdecimal():
+        if token_text(entry) == text and str(number).isdecimal():
             return int(number)
     return _find_in_tokenizer_json(read_optional(directory / "tokenizer.json"), text)
 
 
-def _token_text(value: object) -> str | None:
+def token_text(value: object) -> str | None:
     """A special token is written as a string or as ``{"content": string, ...}``."""
     if isinstance(value, Mapping):
         value = value.get("content")

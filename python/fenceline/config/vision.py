@@ -10,7 +10,7 @@ from typing import Literal
 
 from fenceline.config import ConfigError, require
 from fenceline.config.config_reader import ConfigReader
-from fenceline.config.model_files import read_optional
+from fenceline.config.model_files import read_optional, token_text
 from fenceline.images.prepare import ImageSettings
 
 _MOST_LAYERS = 1000
@@ -20,7 +20,8 @@ _MOST_LAYERS = 1000
 class VisionConfig:
     """A tower that makes embeddings of ``out_size`` features from the patches of an image, with the names of the
     published config.json where they differ little: ``depth`` layers of ``num_heads`` heads. ``images``: what it is
-    given. ``placeholder``: the id of the token that stands for one embedding in a prompt. A patch is repeated for
+    given. ``placeholder``: the id of the token that stands for one embedding in a prompt. ``written``: what chat
+    templates write for an image, and what the tokenizer gets in its place; None: that itself. A patch is repeated for
     ``temporal_patch_size`` frames. Layers attend to all patches of an image (``full_layers``), or within windows of
     ``window`` x ``window`` embeddings. ``style`` says of which kind they are and how the checkpoint names them.
     ``position_side``: of the square of learned positions, which is stretched over an image; 0: there are none.
@@ -30,6 +31,7 @@ class VisionConfig:
 
     images: ImageSettings
     placeholder: int
+    written: tuple[str, str] | None = None
     depth: int
     hidden_size: int
     intermediate_size: int
@@ -99,6 +101,7 @@ def gemma3(hf: Mapping[str, object], directory: Path) -> VisionConfig | None:
     return VisionConfig(
         images=_square_settings(directory, patch, num_patches // num_rows, side),
         placeholder=outer.count(placeholder, default=262_144),
+        written=_gemma_text(directory),
         depth=depth,
         hidden_size=size,
         intermediate_size=reader.size("intermediate_size", 3072),
@@ -111,6 +114,14 @@ def gemma3(hf: Mapping[str, object], directory: Path) -> VisionConfig | None:
         position_side=num_patches,
         sees_whole=True,
     )
+
+
+def _gemma_text(directory: Path) -> tuple[str, str]:
+    """``VisionConfig.written``: the token that begins an image, and that token with the others around the image."""
+    config = read_optional(directory / "tokenizer_config.json")
+    names = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+    begin, image, end = (token_text(config.get(key)) or usual for key, usual in names.items())
+    return begin, f"\n\n{begin}{image}{end}\n\n"
 
 
 def _sizes(

@@ -144,6 +144,7 @@ class TokenizerManager:
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         for inp in inputs:
             self.check_images(inp.images)
+        inputs = self._as_tokenized(inputs)
         given = await self._check_untokenised(inputs, limits)
         specs = {
             inp.grammar: 0 if priority is None else priority.rank(value)
@@ -260,6 +261,8 @@ class TokenizerManager:
         off the event loop where that pays. Raises RequestError without a tokenizer, and for too many texts or tokens.
         """
         check_num_requests(len(texts), 1)
+        if images and self._images.rules is not None:
+            texts = [self._images.rules.as_tokenized(text) for text in texts]
         most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
         encoded = await self._texts().encode(texts, add_special_tokens, most, most)
         if images:
@@ -291,6 +294,16 @@ class TokenizerManager:
     def check_images(self, images: Sequence[ImageSource]) -> None:
         """Raise RequestError for images that this server does not take, whatever they show."""
         self._images.check(images)
+
+    def _as_tokenized(self, inputs: Sequence[GenerateInput]) -> Sequence[GenerateInput]:
+        """``inputs`` with the texts of prompts with images as the tokenizer gets them; samples share theirs."""
+        rules = self._images.rules
+        if rules is None or rules.written is None:
+            return inputs
+        texts = {id(inp.text): rules.as_tokenized(inp.text) for inp in inputs if inp.images and inp.text is not None}
+        return [
+            replace(inp, text=texts[id(inp.text)]) if inp.images and inp.text is not None else inp for inp in inputs
+        ]
 
     def _texts(self) -> TokenizePool:
         if self._pool is None:

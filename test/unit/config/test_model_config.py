@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fenceline.config import ConfigError
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
 
 Json = dict[str, object]
@@ -458,6 +459,58 @@ def test_published_configs_are_read(name: str, tmp_path: Path, caplog: pytest.Lo
     usual: Json = dict.fromkeys(read) | {"windows": 0, "rotates": 1.0, "unrotated": 0, "tied": False, "mtp_layers": 0}
     assert read == usual | published["expected"]
     assert caplog.text == ""  # no entry is unknown
+
+
+def test_towers_of_published_configs_are_read(tmp_path: Path) -> None:
+    found = {}
+    for name, published in PUBLISHED.items():
+        if "vision_config" in published["config"]:
+            (tmp_path / name).mkdir()
+            vision = ModelConfig.from_dir(write(tmp_path / name, published["config"])).vision
+            assert vision is not None
+            found[name] = (
+                vision.depth,
+                vision.images.factor,
+                vision.placeholder,
+                len(vision.full_layers),
+                vision.deepstack,
+            )
+    assert found == {
+        "Gemma-3-12b": (27, 56, 262144, 27, ()),
+        "Qwen2.5-VL-7B": (32, 28, 151655, 4, ()),
+        "Qwen3-VL-8B": (27, 32, 151655, 27, (8, 16, 24)),
+    }
+
+
+@pytest.mark.parametrize(
+    "entries,message",
+    [
+        ({"vision_config": None}, "vision_config must be an object"),
+        ({"vision_config": {"window_size": 100}}, "window_size 100 must be a multiple of 28"),
+        ({"vision_config": {"hidden_act": "gelu"}}, "'gelu' of the tower is not supported, silu is"),
+        ({"vision_config": {"hidden_size": 1000}}, "multiple of four times its 16 heads"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 23]}}, "three numbers whose sum is 64"),
+    ],
+)
+def test_towers_that_are_not_computed_are_refused(tmp_path: Path, entries: Json, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dir(write(tmp_path, PUBLISHED["Qwen2.5-VL-7B"]["config"] | entries))
+
+
+@pytest.mark.parametrize(
+    "entries,message",
+    [
+        ({"do_resize": False}, "do_resize false is not supported"),
+        ({"patch_size": 16}, "patch_size 16 is not config.json's, which is 14"),
+        ({"image_std": [1, 0, 1]}, "image_std must be above 0"),
+        ({"image_mean": [1, 2]}, "image_mean must be three numbers"),
+    ],
+)
+def test_other_preparations_of_images_are_refused(tmp_path: Path, entries: Json, message: str) -> None:
+    write(tmp_path, PUBLISHED["Qwen2.5-VL-7B"]["config"])
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dir(str(tmp_path))
 
 
 def test_a_config_of_each_family_is_published() -> None:

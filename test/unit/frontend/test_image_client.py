@@ -269,6 +269,26 @@ async def test_placeholders_become_as_many_as_an_image_has_tokens(bench: Bench) 
     assert text.input_ids.tolist() == [4] and text.images == []
 
 
+async def test_the_tokenizer_gets_its_own_text_of_an_image() -> None:
+    """As Gemma 3's does, whose chat template writes only the token that begins one."""
+    bench = Bench(images=RULES)
+    assert bench.manager.tokenizer is not None
+    pool = bench.manager.tokenizer
+    placeholder, begin = next(
+        (number, text) for number in range(20, 200) if pool.encode(text := pool.decode([number])) == [number]
+    )
+    rules = replace(RULES, placeholder=placeholder, written=("<start>", begin))
+    bench.manager.shutdown()
+    bench = Bench(images=rules)
+    texts = GenerateInput(text="<start>", images=[source(GOOD)])
+    await bench.manager.submit_many([*expand_samples(texts, 2), GenerateInput(text="<start>", rid="text")])
+    first, sample, text = bench.link.requests()
+    assert set(first.input_ids) == {placeholder} and sample.input_ids is first.input_ids
+    assert placeholder not in text.input_ids
+    assert set((await bench.manager.tokenize(["<start>"], images=[source(GOOD)]))[0]) == {placeholder}
+    bench.manager.shutdown()
+
+
 @pytest.mark.parametrize(("ids", "num_images"), [((1, 7), 0), ((1,), 1), ((7, 7), 1), ((7,), 2)])
 async def test_each_placeholder_has_its_image(bench: Bench, ids: tuple[int, ...], num_images: int) -> None:
     with pytest.raises(
