@@ -54,9 +54,11 @@ TESTS: dict[str, dict[str, str]] = {
     "rotate_store": {"triton_layer_kernels": "rotate", "kernel_accesses": "rotate", "fixed_order": "layers"},
     "routing": {"kernel_accesses": "rout|experts|place_pairs", "experts": "logits|routes", "fixed_order": "layers"},
     "sample": {"triton_layer_kernels": "sample|noise", "kernel_accesses": "draw|combine_pieces"},
+    "select_tokens": {"triton_selection": ""},
     "skinny_gemm": {
         "skinny_gemm": "", "kernel_accesses": "skinny|scaled", "fixed_order": "dense|fp8", "fixed_order compile": "row",
     },
+    "store_index": {"kernel_accesses": "store_index"},
     "store_latent": {"triton_layer_kernels": "latent", "kernel_accesses": "latent"},
     "speculative_step": {"speculative_step": "", "kernel_accesses": _STEP},
 }  # fmt: skip

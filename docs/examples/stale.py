@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from fenceline_sim import CheckError, VirtualGpu, use
+from fenceline_sim import VirtualGpu, use
+from fenceline_sim.errors import CheckError
 
 Program = Callable[[VirtualGpu, torch.device, bool], None]
 

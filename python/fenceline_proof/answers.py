@@ -173,24 +173,15 @@ class _Comparison:
         self._refused = self._limit < 0
         self._forced: tuple[tuple[int, int], ...] = ()
         self._query = Query(
-            prompt=tuple(prompt),
-            seed=exchange.seed,
+            prompt=tuple(prompt), seed=exchange.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else setting.eos_ids),
-            max_new_tokens=self._limit,
-            min_new_tokens=params.min_new_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
-            grammar=exchange.request.grammar,
+            max_new_tokens=self._limit, min_new_tokens=params.min_new_tokens, temperature=params.temperature,
+            top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty, presence_penalty=params.presence_penalty,
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())), grammar=exchange.request.grammar,
             eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
-            pieces=PIECES if exchange.request.grammar else (),
-            weights=tuple(dict(exchange.weights).items()),
-        )
+            pieces=PIECES if exchange.request.grammar else (), weights=tuple(dict(exchange.weights).items()),
+        )  # fmt: skip
 
     def run(self) -> str:
         """The first error, "" if there is none. Where the engine may have rounded a key or a value to another number of

@@ -129,14 +129,9 @@ class Ranks:
         return _Captured(device.capture(f"graph of {sizes}", device.make_graph_pool("ranks"), body), given, sums)
 
     def _do(
-        self,
-        act: Act,
-        rank: int,
-        device: VgpuDevice,
-        communicator: Communicator,
-        graphs: list[_Captured],
+        self, act: Act, rank: int, device: VgpuDevice, communicator: Communicator, graphs: list[_Captured],
         next_input: Callable[[], torch.Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         results = self.results[rank]
         if act.kind == "replay":
             captured = graphs[act.size]

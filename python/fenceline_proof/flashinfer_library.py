@@ -81,14 +81,9 @@ def _requests(plan: torch.Tensor, starts: Sequence[int], slots: Sequence[I64], w
 
 
 def _paged_requests(
-    plan: torch.Tensor,
-    query_starts: torch.Tensor | None,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_lens: torch.Tensor,
-    page_size: int,
-    window_left: int,
-) -> list[_Request]:
+    plan: torch.Tensor, query_starts: torch.Tensor | None, indptr: torch.Tensor, indices: torch.Tensor,
+    last_page_lens: torch.Tensor, page_size: int, window_left: int,
+) -> list[_Request]:  # fmt: skip
     pages, starts = indices.numpy(), indptr.tolist()
     slots = []
     for start, stop, rest in zip(starts, starts[1:], last_page_lens.tolist(), strict=False):
@@ -106,14 +101,9 @@ def _planned_slots(*operands: Any) -> I64:
 
 @declare_kernel
 def flashinfer_paged(
-    op: KernelAccesses,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    floats: torch.Tensor,
-    *requests: Any,
-) -> None:
+    op: KernelAccesses, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor,
+    floats: torch.Tensor, *requests: Any,
+) -> None:  # fmt: skip
     """``DecodeKernels.run`` and ``PrefillKernels.run_paged``: not launched programmatically, so nothing is early.
     Partial results are written to ``floats`` and read from there. ``requests``: the arguments of
     ``_paged_requests``."""
@@ -162,15 +152,9 @@ class _Prefill:
         return self
 
     def plan(
-        self,
-        floats: torch.Tensor,
-        ints: torch.Tensor,
-        pinned: torch.Tensor,
-        starts: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_lens: torch.Tensor,
-        *unused: object,
-    ) -> PlanInfo:
+        self, floats: torch.Tensor, ints: torch.Tensor, pinned: torch.Tensor, starts: torch.Tensor,
+        kv_indptr: torch.Tensor, kv_lens: torch.Tensor, *unused: object,
+    ) -> PlanInfo:  # fmt: skip
         return _plan(ints, pinned, np.diff(starts.numpy()), kv_lens.numpy())
 
     def paged_run(self, **args: Any) -> None:

@@ -102,13 +102,9 @@ def _offload(random: Random) -> Scenario:
         script.send(step, PauseGenerationReq(id=f"pause-{step}", mode="retract"))
         script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue-{step}"))
     return script.scenario(
-        (random.choice((24, 28, 32)), 4, 16),
-        schedule_conservativeness=0.01,
-        retract_policy="offload",
-        **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
-        **script.graphs(2, 4),
-        **script.in_turn(),
-    )
+        (random.choice((24, 28, 32)), 4, 16), schedule_conservativeness=0.01, retract_policy="offload",
+        **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))), **script.graphs(2, 4), **script.in_turn(),
+    )  # fmt: skip
 
 
 def _namespaces(random: Random) -> Scenario:
@@ -126,14 +122,10 @@ def _namespaces(random: Random) -> Scenario:
             script.send(step, AbortReq(abort_all=True))
             script.send(step, FlushCacheReq(id=f"flush-{step}"))
     return script.scenario(
-        (56, 2, 32),
-        enable_priority_scheduling=True,
-        retract_policy=random.choice(("offload", "recompute")),
-        hicache_storage_backend="file",
-        hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
-        **tier_flags(random, hicache_ratio=random.choice((0.8, 2.0))),
-        **script.graphs(1, 2),
-    )
+        (56, 2, 32), enable_priority_scheduling=True, retract_policy=random.choice(("offload", "recompute")),
+        hicache_storage_backend="file", hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
+        **tier_flags(random, hicache_ratio=random.choice((0.8, 2.0))), **script.graphs(1, 2),
+    )  # fmt: skip
 
 
 def _storage(random: Random) -> Scenario:
@@ -485,6 +477,8 @@ def _together(random: Random) -> Scenario:
     )
 
 
+_LATE = ("laziest", "random", "fifo", "pct")  # so that transfers are not known to have ended
+_RANDOM = ("random",)  # with the others storage's threads hardly ever run first
 HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("conversations", "turns of conversations that device and host forget", _conversations, share=3),
     Workload("offload", "F1: what retracted requests leave goes to the host and back", _offload, share=2),
@@ -493,44 +487,14 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("queued", "F5: prefixes move between their lookup and their use", _queued),
     Workload("swap", "F3: pages are loaded into those of a step in flight", _swap),
     Workload("handed_on", "F3: pages are loaded into shared ones of a step in flight", _handed_on),
-    Workload(
-        "overwritten",
-        "F15: backups into host pages that are being loaded",
-        _overwritten,
-        policies=("laziest", "random", "fifo", "pct"),  # so that the load is not known to have ended
-    ),
-    Workload(
-        "gone",
-        "F15: nodes that leave the device while transfers use their host pages",
-        _gone,
-        policies=("laziest", "random", "fifo", "pct"),  # so that the transfers are not known to have ended
-    ),
+    Workload("overwritten", "F15: backups into host pages that are being loaded", _overwritten, policies=_LATE),
+    Workload("gone", "F15: nodes leave the device while transfers use their host pages", _gone, policies=_LATE),
     Workload("persistent", "F2: backups and persistent attention on the same multiprocessors", _persistent),
     Workload("namespaces", "prompts in several namespaces, priorities, three tiers", _namespaces, share=2),
     Workload("storage", "F15: storage's threads read and fill host pages", _storage, share=2),
     Workload("fetched", "pages from storage behind those that the tree has", _fetched, share=2),
-    Workload(
-        "refill",
-        "F15: storage fills host pages that are being loaded",
-        _refill,
-        policies=("random",),  # with the others storage's threads hardly ever run first
-    ),
-    Workload(
-        "cancelled",
-        "F15: host pages that storage was to fill go back unused, while copies may still use them",
-        _cancelled,
-        policies=("random",),
-    ),
-    Workload(
-        "together",
-        "F15: two backups at once into host pages of which some are being loaded",
-        _together,
-        policies=("laziest", "random", "fifo", "pct"),  # so that the load is not known to have ended
-    ),
-    Workload(
-        "held",
-        "F15: host pages that a load reads leave the tree while storage holds them",
-        _held,
-        policies=("pct", "laziest"),
-    ),
+    Workload("refill", "F15: storage fills host pages that are being loaded", _refill, policies=_RANDOM),
+    Workload("cancelled", "F15: fetches into pages that copies still use are given up", _cancelled, policies=_RANDOM),
+    Workload("together", "F15: two backups into host pages, some of which are loaded", _together, policies=_LATE),
+    Workload("held", "F15: host pages of a load leave the tree, storage has them", _held, policies=("pct", "laziest")),
 )

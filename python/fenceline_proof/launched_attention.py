@@ -171,14 +171,9 @@ class _Plan(AttentionPlan):
         return slots, counts
 
     def forward_selected(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
         tokens: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """See ``TritonAttentionBackend.attend_to``."""
         pool, rules, work = self._backend.kv_pool, self._backend.rules[layer_id], self._backend.workspace
         (slots, counts), out = tokens, torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -22,10 +22,7 @@ FOLDERS = ("memory_order", "mem_cache", "scheduler", "model_executor", "sampling
 
 # Files that the workloads cannot reach, or that handle no memory, by patterns of the path below the package.
 LEFT_OUT = (
-    (
-        "memory_order/cuda*",
-        "CUDA's own calls: test/unit/memory_order/test_cuda_device.py runs them against a fake torch.cuda",
-    ),
+    ("memory_order/cuda*", "CUDA's own calls: test_cuda_device.py runs them against a fake torch.cuda"),
     ("*kernels/*", "kernels: the interpreter and GPU runs hold them against torch's operators"),
     ("layers/attention/f*", "FlashInfer and FA3 need a GPU"),
     ("layers/attention/triton*", "needs a GPU or the interpreter"),
@@ -136,24 +133,11 @@ class SourceFile:
         old = self.source[start:end]
         if old == text:
             return
-        _, last, statement = max(one for one in self.statements if one[0] <= start < one[1])  # the innermost
-        occurrence = self.seen[rule, old, text]
+        _, behind, statement = max(one for one in self.statements if one[0] <= start < one[1])  # the innermost
+        number, last = self.seen[rule, old, text], self.source.count("\n", 0, behind) + 1
         self.seen[rule, old, text] += 1
-        self.found.append(
-            Mutant(
-                self.path,
-                line,
-                statement,
-                self.source.count("\n", 0, last) + 1,
-                rule,
-                start,
-                end,
-                old,
-                text,
-                occurrence,
-                ".".join(self.names),
-            )
-        )
+        name = ".".join(self.names)
+        self.found.append(Mutant(self.path, line, statement, last, rule, start, end, old, text, number, name))
 
 
 # --- rules. Each looks at one node.

@@ -105,18 +105,12 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
     if num_intact is not None and not args.exhaustive:
         bar.total = num_intact + sum(1 if until_shown else arm.num_runs(num_per_arm) for arm in arms)
     return Plan(
-        arms=tuple(arms),
-        workloads=tuple(workloads) if args.workload is None else (args.workload,),
-        first_seed=args.seed,
-        num_intact=num_intact,
-        num_per_arm=num_per_arm,
-        until_shown=until_shown,
-        jobs=max(args.jobs or (num_usable_cores() if everything else 1), 1),
-        detect=not args.blind,
-        deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
-        with_unarmed=everything,
+        arms=tuple(arms), workloads=tuple(workloads) if args.workload is None else (args.workload,),
+        first_seed=args.seed, num_intact=num_intact, num_per_arm=num_per_arm, until_shown=until_shown,
+        jobs=max(args.jobs or (num_usable_cores() if everything else 1), 1), detect=not args.blind,
+        deadline=math.inf if args.budget is None else time.monotonic() + args.budget, with_unarmed=everything,
         progress=bar.update,
-    )
+    )  # fmt: skip
 
 
 def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm]:

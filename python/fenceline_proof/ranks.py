@@ -237,14 +237,9 @@ class _RankLoop:
     """A scheduler of one rank, its inbox and its outbox."""
 
     def __init__(
-        self,
-        run: RankRun,
-        rank: int,
-        config: EngineConfig,
-        runner: ModelRunner,
-        board: RankBoard,
+        self, run: RankRun, rank: int, config: EngineConfig, runner: ModelRunner, board: RankBoard,
         turns: Channel[bytes],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self._rank, self._turns = run, rank, turns
         self._arrivals = deque(run.scenario.arrivals if rank == 0 else ())
         self._step_no = self._num_readings = 0

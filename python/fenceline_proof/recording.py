@@ -131,18 +131,12 @@ class _Reader:
         dump = self._dump
         base = {row: [self._ids[page] for page in pages] for row, pages in self._base.items()}
         return Recording(
-            reason=dump["reason"],
-            wrapped=bool(dump["wrapped"]) or self._cut,
-            steps=tuple(self._step(step) for step in self._steps),
-            page_table=base,
-            num_rows=max((1, *self._rows())) + 1,
-            num_pages=max(self._ids.values(), default=1) + 1,
-            page_size=self._page_size,
-            recorded_pages=dump["num_pages"],
-            problems=tuple(self._stale_pages()),
-            graph_sizes=tuple(sorted(self._graph_sizes())),
-            has_host_tier=dump["config"].get("hicache") is not None,
-        )
+            reason=dump["reason"], wrapped=bool(dump["wrapped"]) or self._cut,
+            steps=tuple(self._step(step) for step in self._steps), page_table=base,
+            num_rows=max((1, *self._rows())) + 1, num_pages=max(self._ids.values(), default=1) + 1,
+            page_size=self._page_size, recorded_pages=dump["num_pages"], problems=tuple(self._stale_pages()),
+            graph_sizes=tuple(sorted(self._graph_sizes())), has_host_tier=dump["config"].get("hicache") is not None,
+        )  # fmt: skip
 
     def _graph_sizes(self) -> set[int]:
         config = self._dump["config"]
@@ -240,16 +234,10 @@ class _Reader:
         sampling = tuple(self._samplings[index] for index in composition["sampling"])
         lens = _ints(step["seq_lens"])
         return StepBatch(
-            rows=_ints(composition["rows"]),
-            starts=lens - 1,
-            seq_lens=lens,
-            samples=np.ones(len(lens), np.bool_),
-            sampling=sampling,
-            page_writes=self._page_writes(step),
-            after=Points.none(),
-            constrained=constrained_rows(sampling),
-            composition=step["composition"],
-        )
+            rows=_ints(composition["rows"]), starts=lens - 1, seq_lens=lens, samples=np.ones(len(lens), np.bool_),
+            sampling=sampling, page_writes=self._page_writes(step), after=Points.none(),
+            constrained=constrained_rows(sampling), composition=step["composition"],
+        )  # fmt: skip
 
     def _extend(self, step: Mapping[str, Any]) -> StepBatch:
         seqs = step["seqs"]
@@ -292,16 +280,11 @@ def _sampling(facts: Mapping[str, Any]) -> ReqSampling:
     params = dict(facts["params"])
     bias = {int(token) % VOCAB_SIZE: float(value) for token, value in params.pop("logit_bias")}
     return ReqSampling(
-        params=SamplingParams(**params, logit_bias=bias or None),
-        seed=facts["seed"],
-        row=facts["row"],
-        prompt_len=facts["prompt_len"],
-        stop_ids=tuple(sorted({token % VOCAB_SIZE for token in facts["stop_ids"]})),
-        return_logprob=facts["return_logprob"],
-        top_logprobs_num=min(facts["top_logprobs_num"], _MAX_TOP),
-        token_ids_logprob=_named(facts["token_ids_logprob"]),
-        constrained=facts["constrained"],
-    )
+        params=SamplingParams(**params, logit_bias=bias or None), seed=facts["seed"], row=facts["row"],
+        prompt_len=facts["prompt_len"], stop_ids=tuple(sorted({token % VOCAB_SIZE for token in facts["stop_ids"]})),
+        return_logprob=facts["return_logprob"], top_logprobs_num=min(facts["top_logprobs_num"], _MAX_TOP),
+        token_ids_logprob=_named(facts["token_ids_logprob"]), constrained=facts["constrained"],
+    )  # fmt: skip
 
 
 def _named(ids: Sequence[int]) -> tuple[int, ...]:

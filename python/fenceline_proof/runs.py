@@ -183,14 +183,9 @@ def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
     if report and gpu.findings.errors:
         report += f"\nthe first wrong slot: {gpu.findings.errors[0]}"
     return Outcome(
-        trial,
-        ANSWERS if report else "",
-        () if trial.severed else missing_edges(report),
-        report=report,
-        num_tokens=found.num_tokens,
-        num_close=found.num_close,
-        events=frozenset(loop.watch.seen),
-    )
+        trial, ANSWERS if report else "", () if trial.severed else missing_edges(report), report=report,
+        num_tokens=found.num_tokens, num_close=found.num_close, events=frozenset(loop.watch.seen),
+    )  # fmt: skip
 
 
 def _checks_order(trial: Trial, flags: Flags) -> bool:

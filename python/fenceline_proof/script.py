@@ -179,22 +179,14 @@ class Script:
 
     def options(self) -> dict[str, object]:
         """Sampling options of a request: mostly greedy, otherwise one of all kinds."""
-        return dict(
-            self.random.choice(
-                (
-                    {},
-                    {},
-                    {},
-                    {"temperature": 0.8},
-                    {"temperature": 1.2, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
-                    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-                    {
-                        "return_logprob": True,
-                        "logprob_start_len": 0,
-                        "top_logprobs_num": 2,
-                        "token_ids_logprob": [7, 3],
-                    },
-                    {"min_new_tokens": 2, "logit_bias": {5: 3.0, 9: -4.0}},
-                )
-            )
-        )
+        return dict(self.random.choice(_OPTIONS))
+
+
+_OPTIONS: tuple[dict[str, object], ...] = (
+    {}, {}, {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [7, 3]},
+    {"min_new_tokens": 2, "logit_bias": {5: 3.0, 9: -4.0}},
+)  # fmt: skip

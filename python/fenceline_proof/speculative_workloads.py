@@ -147,15 +147,11 @@ def _speculation_tiers(random: Random) -> Scenario:
         policy = random.choice(("best_effort", "wait_complete"))
         storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
     scenario = script.scenario(
-        (random.choice((40, 48)), 3, 16),
-        schedule_conservativeness=0.01,
-        retract_policy=random.choice(("offload", "recompute")),
-        **draft_flags(random),
-        **tier_flags(random, hicache_ratio=random.choice((1.0, 2.0)), **exclusive),
-        **storage,
-        **script.graphs(1, 3, share=0.7),
-        **script.in_turn(),
-    )
+        (random.choice((40, 48)), 3, 16), schedule_conservativeness=0.01,
+        retract_policy=random.choice(("offload", "recompute")), **draft_flags(random),
+        **tier_flags(random, hicache_ratio=random.choice((1.0, 2.0)), **exclusive), **storage,
+        **script.graphs(1, 3, share=0.7), **script.in_turn(),
+    )  # fmt: skip
     if scenario.flags["draft"] == "EAGLE3" and random.random() < 0.8:
         flags = {**scenario.flags, "draft": "EAGLE3 of one head"}
         flags["hicache_io_backend"] = random.choice(("kernel", "kernel", "kernel", "direct"))

@@ -4,42 +4,12 @@ Importing this package makes ``vgpu`` a device that ``memory_order.open_device``
 """
 
 from fenceline_sim.device import VgpuDevice
-from fenceline_sim.errors import (
-    BoundsError,
-    CaptureError,
-    CheckError,
-    DeadlockError,
-    FreshnessError,
-    GenerationError,
-    KernelError,
-    ProtectionError,
-    RaceError,
-    StaleMemoryError,
-    VgpuError,
-)
+from fenceline_sim.errors import CaptureError, DeadlockError, KernelError, RaceError, VgpuError
 from fenceline_sim.factories import use
-from fenceline_sim.gpu import Event, Graph, VirtualGpu
+from fenceline_sim.gpu import Graph, VirtualGpu
 from fenceline_sim.policy import Script, Turn
-from fenceline_sim.threads import Channel
 
 __all__ = [
-    "BoundsError",
-    "CaptureError",
-    "Channel",
-    "CheckError",
-    "DeadlockError",
-    "Event",
-    "FreshnessError",
-    "GenerationError",
-    "Graph",
-    "KernelError",
-    "ProtectionError",
-    "RaceError",
-    "Script",
-    "StaleMemoryError",
-    "Turn",
-    "VgpuDevice",
-    "VgpuError",
-    "VirtualGpu",
-    "use",
-]
+    "CaptureError", "DeadlockError", "Graph", "KernelError", "RaceError", "Script", "Turn", "VgpuDevice", "VgpuError",
+    "VirtualGpu", "use",
+]  # fmt: skip

@@ -67,15 +67,9 @@ def _to_host(dst: torch.Tensor, src: VTensor, non_blocking: bool) -> Operation:
 
 
 def to_copy(
-    src: VTensor,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> torch.Tensor:
+    src: VTensor, *, dtype: torch.dtype | None = None, layout: Any = None, device: torch.device | None = None,
+    pin_memory: bool | None = None, non_blocking: bool = False, memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``src.to(...)`` where it copies. To the host with ``non_blocking`` the result is pinned, as torch makes it."""
     dtype = src.dtype if dtype is None else dtype
     if memory_format in (None, torch.preserve_format):

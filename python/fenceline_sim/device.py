@@ -205,13 +205,9 @@ class VgpuDevice(Device):
         self.gpu.synchronize_all()
 
     def declare(
-        self,
-        stream: StreamName,
-        label: str,
-        accesses: Callable[Concatenate[Accesses, P], None],
-        *args: P.args,
+        self, stream: StreamName, label: str, accesses: Callable[Concatenate[Accesses, P], None], *args: P.args,
         **kwargs: P.kwargs,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Declare accesses of the host that torch does not see, and use of the SMs. Others are seen when made."""
         if stream is StreamName.HOST:
             said = Declared()

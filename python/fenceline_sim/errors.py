@@ -101,15 +101,9 @@ class RaceError(VgpuError):
     """
 
     def __init__(
-        self,
-        message: str,
-        edge: str = "",
-        edges: tuple[str, ...] = (),
-        hazard: str = "",
-        memory: str = "",
-        places: tuple[str, ...] = (),
-        order: tuple[int, int] = (0, 0),
-    ) -> None:
+        self, message: str, edge: str = "", edges: tuple[str, ...] = (), hazard: str = "", memory: str = "",
+        places: tuple[str, ...] = (), order: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.edge = edge
         self.edges = edges

@@ -49,14 +49,9 @@ class VirtualGpu:
     """
 
     def __init__(
-        self,
-        seed: int = 0,
-        policy: str | Policy = "random",
-        detect: bool = True,
-        collect: bool = False,
-        total_bytes: int = _DEFAULT_BYTES,
-        num_devices: int = 1,
-    ) -> None:
+        self, seed: int = 0, policy: str | Policy = "random", detect: bool = True, collect: bool = False,
+        total_bytes: int = _DEFAULT_BYTES, num_devices: int = 1,
+    ) -> None:  # fmt: skip
         self.seed = seed
         self.num_devices = num_devices
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
@@ -209,17 +204,10 @@ class VirtualGpu:
     # --- submission ----------------------------------------------------------------------------------
 
     def submit(
-        self,
-        label: str,
-        run: Callable[[], None],
-        reads: Accesses = NO_ACCESS,
-        writes: Accesses = NO_ACCESS,
-        place: Place | None = None,
-        stream: VirtualStream | None = None,
-        bounds: Bounds = NO_BOUNDS,
-        after: Operation | None = None,
-        starts_next: bool = False,
-    ) -> Operation:
+        self, label: str, run: Callable[[], None], reads: Accesses = NO_ACCESS, writes: Accesses = NO_ACCESS,
+        place: Place | None = None, stream: VirtualStream | None = None, bounds: Bounds = NO_BOUNDS,
+        after: Operation | None = None, starts_next: bool = False,
+    ) -> Operation:  # fmt: skip
         """Queue an operation on ``stream`` (default: the current one). The device may run some work now.
 
         ``after``: the operation with a kernel's early reads. ``starts_next``: see ``Operation``."""

@@ -63,16 +63,9 @@ class _Declared:
             self.read(rows)
 
     def read_tokens(
-        self,
-        cache: torch.Tensor,
-        page_table: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        page_size: int,
-        but_last: int = 0,
-        window: int | None = None,
-        queries: int | torch.Tensor = 1,
-    ) -> None:
+        self, cache: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, page_size: int,
+        but_last: int = 0, window: int | None = None, queries: int | torch.Tensor = 1,
+    ) -> None:  # fmt: skip
         self.read(page_table, rows)
         self.read(lengths)
         self.read_rows(cache, _token_slots, page_table, rows, lengths, page_size, but_last, window, queries)
@@ -108,14 +101,9 @@ class _Reads:
 
 
 def _token_slots(
-    page_table: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    size: int,
-    but_last: int,
-    window: int | None,
+    page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, size: int, but_last: int, window: int | None,
     queries: int | torch.Tensor,
-) -> npt.NDArray[np.int64]:
+) -> npt.NDArray[np.int64]:  # fmt: skip
     """See ``KernelAccesses.read_tokens``: the slots, request after request. Where the last ones are left out, because
     the preceding kernel may be writing them, so is page 0, the sink: padded requests of several tokens write it all the
     time, and nobody uses what it holds."""
@@ -164,12 +152,6 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
         compute(*values)
 
     gpu.submit(
-        kernel.name,
-        run,
-        reads.accesses,
-        declared.writes,
-        place,
-        bounds=(*reads.bounds, *declared.bounds),
-        after=begun,
+        kernel.name, run, reads.accesses, declared.writes, place, bounds=(*reads.bounds, *declared.bounds), after=begun,
         starts_next=declared.starts_next and begun is not None,
-    )
+    )  # fmt: skip

@@ -44,17 +44,9 @@ class LaunchedLayerKernels(LayerKernels):
         return _result(accesses.silu_and_mul, partial(_TORCH.activate, activation=activation), out, gate_up)
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        heads: HeadLayout,
-        norms: QKNorm | None,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out_slots: torch.Tensor,
-        kv_scales: KVScales = ONE,
-    ) -> None:
+        self, qkv: torch.Tensor, heads: HeadLayout, norms: QKNorm | None, table: torch.Tensor, positions: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, out_slots: torch.Tensor, kv_scales: KVScales = ONE,
+    ) -> None:  # fmt: skip
         def compute(
             qkv: torch.Tensor, q: torch.Tensor | None, k: torch.Tensor | None, table: torch.Tensor,
             positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out_slots: torch.Tensor,
@@ -73,17 +65,9 @@ class LaunchedLayerKernels(LayerKernels):
         return out
 
     def store_latent(
-        self,
-        queries: torch.Tensor,
-        row: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        out: torch.Tensor,
-        cache_rows: torch.Tensor,
-        out_slots: torch.Tensor,
-    ) -> None:
+        self, queries: torch.Tensor, row: torch.Tensor, norm_weight: torch.Tensor, eps: float, table: torch.Tensor,
+        positions: torch.Tensor, out: torch.Tensor, cache_rows: torch.Tensor, out_slots: torch.Tensor,
+    ) -> None:  # fmt: skip
         def compute(queries: torch.Tensor, row: torch.Tensor, norm_weight: torch.Tensor, *rest: torch.Tensor) -> None:
             _TORCH.store_latent(queries, row, norm_weight, eps, *rest)
 
@@ -91,21 +75,10 @@ class LaunchedLayerKernels(LayerKernels):
         accesses.store_latent.launch(compute, *operands)
 
     def store_index(
-        self,
-        queries: torch.Tensor,
-        key: torch.Tensor,
-        norm_weight: torch.Tensor,
-        norm_bias: torch.Tensor,
-        eps: float,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        weights: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        out_weights: torch.Tensor,
-        cache_rows: torch.Tensor,
-        out_slots: torch.Tensor,
-    ) -> None:
+        self, queries: torch.Tensor, key: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float,
+        table: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, scale: float, out: torch.Tensor,
+        out_weights: torch.Tensor, cache_rows: torch.Tensor, out_slots: torch.Tensor,
+    ) -> None:  # fmt: skip
         def compute(
             queries: torch.Tensor, key: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
             table: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor, *made: torch.Tensor,
@@ -124,13 +97,9 @@ class LaunchedLayerKernels(LayerKernels):
         return _result(accesses.router_logits, _TORCH.router_logits, out, x, weight)
 
     def route(
-        self,
-        logits: torch.Tensor,
-        correction: torch.Tensor | None,
-        out_slots: torch.Tensor,
-        num_sink_slots: int,
+        self, logits: torch.Tensor, correction: torch.Tensor | None, out_slots: torch.Tensor, num_sink_slots: int,
         experts: ExpertsConfig,
-    ) -> Routing:
+    ) -> Routing:  # fmt: skip
         num_tokens, num_experts = logits.shape
         num_programs = -(-num_tokens // _TOKENS_A_PROGRAM)
 
@@ -169,16 +138,10 @@ class LaunchedLayerKernels(LayerKernels):
         return Routing(ids, weights, order, ends)
 
     def grouped_product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        routing: Routing,
-        gated: bool = False,
-        bias: torch.Tensor | None = None,
-        limit: float = 0.0,
-        scales: torch.Tensor | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False,
+        bias: torch.Tensor | None = None, limit: float = 0.0, scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         def compute(
             x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor,
             bias: torch.Tensor | None, scales: torch.Tensor | None, zeros: torch.Tensor | None,
@@ -229,13 +192,9 @@ class LaunchedDenseWeight(DenseWeight):
         return self._launch(x, norm, bias, out, gated=False)
 
     def gated_product(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm | None,
-        bias: torch.Tensor | None,
-        kernels: LayerKernels,
+        self, x: torch.Tensor, norm: RMSNorm | None, bias: torch.Tensor | None, kernels: LayerKernels,
         activation: str = SILU,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         if x.shape[0] > _FEW_ROWS or activation != SILU:
             return super().gated_product(x, norm, bias, kernels, activation)
         return self._launch(x, norm, bias, None, gated=True)

@@ -281,17 +281,9 @@ class _Running:
     """A launch of a rank. A graph replays it: what belongs to one run is set anew by its first operation."""
 
     def __init__(
-        self,
-        mine: PeerRank,
-        kind: str,
-        what: str,
-        shape: Launch,
-        x: VTensor,
-        out: VTensor,
-        vector: int,
-        slot: int,
+        self, mine: PeerRank, kind: str, what: str, shape: Launch, x: VTensor, out: VTensor, vector: int, slot: int,
         place: Place,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.mine, self.kind, self.what, self.shape, self.place = mine, kind, what, shape, place
         self.x, self.out, self.vector, self.slot = x, out, vector, slot
         self.number = 0

@@ -76,14 +76,10 @@ def race_error(conflict: Conflict) -> RaceError:
         *_not_the_engines(first, second),
     ]
     return RaceError(
-        "\n".join(lines),
-        edge=edges[0].name if edges else "",
-        edges=tuple(edge.name for edge in edges) or guards,
-        hazard=conflict.hazard.value,
-        memory=conflict.memory,
-        places=(str(first.place), str(second.place)),
+        "\n".join(lines), edge=edges[0].name if edges else "", edges=tuple(edge.name for edge in edges) or guards,
+        hazard=conflict.hazard.value, memory=conflict.memory, places=(str(first.place), str(second.place)),
         order=(second.seq, first.seq),
-    )
+    )  # fmt: skip
 
 
 def _missing(conflict: Conflict, guards: tuple[str, ...]) -> str:

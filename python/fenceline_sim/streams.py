@@ -68,16 +68,10 @@ class Operation:
     )  # fmt: skip
 
     def __init__(
-        self,
-        label: str,
-        place: Place,
-        run: Callable[[], None] | None,
-        reads: Accesses = NO_ACCESS,
-        writes: Accesses = NO_ACCESS,
-        after: Operation | None = None,
-        bounds: Bounds = NO_BOUNDS,
+        self, label: str, place: Place, run: Callable[[], None] | None, reads: Accesses = NO_ACCESS,
+        writes: Accesses = NO_ACCESS, after: Operation | None = None, bounds: Bounds = NO_BOUNDS,
         starts_next: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.label = label
         self.place = place
         self.run = run

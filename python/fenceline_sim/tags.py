@@ -863,13 +863,9 @@ class Tags:
         return lines
 
     def found(
-        self,
-        memory: SlotMemory,
-        slot: int,
-        text: str,
-        op: Operation | None = None,
+        self, memory: SlotMemory, slot: int, text: str, op: Operation | None = None,
         source: tuple[SlotMemory, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``slot`` does not hold what it should: ``text`` says what ``op`` does with it, or what it should hold.
         ``source``: the slot that it is a copy of."""
         place = memory.describe(slot)

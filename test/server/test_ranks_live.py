@@ -82,9 +82,11 @@ def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
 
 
 @pytest.mark.long
-def test_ranks_replay_graphs_of_both_kinds() -> None:
-    """Every rank captures and registers the same sizes; prompts and batches around them, twice in a row (F11)."""
+def test_ranks_that_speculate_replay_graphs_of_both_kinds() -> None:
+    """With the demo model's EAGLE-3 head, and a constrained answer beside the others. Every rank captures and registers
+    the same sizes; prompts and batches around them, twice in a row (F11)."""
     graphs = ("--cuda-graph-bs", "1", "2", "4", "--piecewise-cuda-graph-tokens", "16", "64", "128")
+    graphs += ("--dtype", "float32", "--speculative-algorithm", "EAGLE3", "--max-running-requests", "4")
     prompts = [[5 + (7 * i + j) % 900 for j in range(n)] for i, n in enumerate((15, 16, 17, 63, 64, 65, 127, 128))]
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **PARAMS[i % len(PARAMS)])  # type: ignore[arg-type]
@@ -92,16 +94,18 @@ def test_ranks_replay_graphs_of_both_kinds() -> None:
     ]
     expected = answers(make_model_driver(), reqs)
     bodies = [generate_body(ids, PARAMS[i % len(PARAMS)]) for i, ids in enumerate(prompts)]
-    with LiveServer.real(
-        "--model-path", "demo", *RANKS, *graphs, "--chunked-prefill-size", "128", "--max-running-requests", "4"
-    ) as server:
+    counting = {"text": "1, 2, 3, 4, 5, 6, 7, 8,", "sampling_params": {"regex": "( [0-9]{1,2},){4}"}}
+    with LiveServer.real("--model-path", "demo", *RANKS, *graphs, "--chunked-prefill-size", "128") as server:
         server.wait_ready()
         with server.client() as client:
             for _ in range(2):
                 assert client.post("/flush_cache").status_code == 200
                 assert [client.post("/generate", json=body).json()["output_ids"] for body in bodies] == expected
-            at_once = [server.post_in_thread(body) for body in bodies]
-            assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
+            asked = [server.post_in_thread(body) for body in (*bodies, counting)]
+            *answered, constrained = (answer.result(WAIT_S).json() for answer in asked)
+            assert [answer["output_ids"] for answer in answered] == expected
+            assert max(answer["meta_info"]["spec_accept_length"] for answer in answered) > 1.5
+            assert re.fullmatch("( [0-9]{1,2},){4}", constrained["text"])
             state = scheduler_state(client)
         for kind in ("cuda_graphs", "piecewise_cuda_graphs"):
             counts = state[kind]
@@ -189,26 +193,6 @@ def test_constrained_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
     assert all(re.fullmatch(pattern, text) for text in found[1::2]), found
     with LiveServer.real("--model-path", "demo", "--device", "cpu", "--page-size", "16") as alone:
         assert found == texts(alone.wait_ready())
-
-
-@pytest.mark.long
-def test_ranks_that_speculate_answer_as_one_without() -> None:
-    """With the demo model's EAGLE-3 head and graphs, and a constrained answer beside the others."""
-    reqs = [
-        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **params)  # type: ignore[arg-type]
-        for i, (ids, params) in enumerate(zip(prompts(), PARAMS, strict=True))
-    ]
-    expected = answers(make_model_driver(), reqs)
-    bodies = [generate_body(ids, params) for ids, params in zip(prompts(), PARAMS, strict=True)]
-    flags = ("--dtype", "float32", "--speculative-algorithm", "EAGLE3", "--cuda-graph-bs", "1", "2", "4", "8")
-    with LiveServer.real("--model-path", "demo", *RANKS, *flags) as server:
-        server.wait_ready()
-        counting = {"text": "1, 2, 3, 4, 5, 6, 7, 8,", "sampling_params": {"regex": "( [0-9]{1,2},){4}"}}
-        asked = [server.post_in_thread(body) for body in (*bodies, counting)]
-        *answered, constrained = (answer.result(WAIT_S).json() for answer in asked)
-        assert [answer["output_ids"] for answer in answered] == expected
-        assert max(answer["meta_info"]["spec_accept_length"] for answer in answered) > 1.5
-        assert re.fullmatch("( [0-9]{1,2},){4}", constrained["text"])
 
 
 def test_control_messages_reach_all_ranks(ranks: LiveServer) -> None:

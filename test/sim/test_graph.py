@@ -8,7 +8,8 @@ import pytest
 import torch
 from conformance_vgpu import make_gpu
 
-from fenceline_sim import CaptureError, Graph, RaceError, StaleMemoryError, VirtualGpu
+from fenceline_sim import CaptureError, Graph, RaceError, VirtualGpu
+from fenceline_sim.errors import StaleMemoryError
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conformance_vgpu import make_gpu
 
-from fenceline_sim import BoundsError, KernelError, RaceError, VirtualGpu, use
+from fenceline_sim import KernelError, RaceError, VirtualGpu, use
+from fenceline_sim.errors import BoundsError
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

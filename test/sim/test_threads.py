@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fenceline_sim import Channel, DeadlockError, RaceError, VgpuError, VirtualGpu, use
+from fenceline_sim import DeadlockError, RaceError, VgpuError, VirtualGpu, use
+from fenceline_sim.threads import Channel
 
 SEEDS = range(8)
 

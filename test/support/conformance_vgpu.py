@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fenceline_sim import CaptureError, Event, Graph, VirtualGpu, use
+from fenceline_sim import CaptureError, Graph, VirtualGpu, use
+from fenceline_sim.gpu import Event
 
 POISON = int(torch.full((4,), 0x7FF8, dtype=torch.int16).view(torch.int64)[0])
 NUM_LARGE = 16

@@ -439,7 +439,7 @@ def check_verify_with_rules() -> None:
 def check_extend_with_rules() -> None:
     for rules in rules_of(6):
         for block_m, block_n, num_splits in ((32, 16, 1), (16, 32, 3)):
-            step = case([70, 3, 64, 90], [30, 3, 1, 90], 16, (6, 2), rules=rules)
+            step = case([70, 3, 64, 50], [30, 3, 1, 50], 16, (6, 2), rules=rules)
             agree(extend(step, block_m, block_n, num_splits), step)
         agree(backend_output(step, decoding=False, queries=torch.cat(step.queries)), step)
 
