@@ -44,7 +44,7 @@ def select_tokens(
     num, top_k = len(index.queries), index.top_k
     slots = torch.empty((num, top_k), dtype=torch.int32, device=cache_rows.device)
     counts = torch.empty(num, dtype=torch.int64, device=cache_rows.device)
-    step = max(MOST_SCORES // (longest + _BLOCK), 1)
+    step = max(MOST_SCORES // (longest + _BLOCK) // 4, 1) * 4  # parts of operands begin at 16 bytes
     for first in range(0, num, step):
         rows = slice(first, min(first + step, num))
         queries, weights = index.queries[rows], index.weights[rows]
