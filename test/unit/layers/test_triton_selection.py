@@ -91,7 +91,7 @@ def check_queries_in_several_launches() -> None:
     from fenceline.layers.kernels.triton import select_tokens
 
     steps = Steps(6, (70, 20), Sizes(16, 16, 2, 16, 16))
-    with mock.patch.object(select_tokens, "MOST_SCORES", 600), mock.patch.object(triton_backend, "_MOST_LISTS", 4):
+    with mock.patch.object(select_tokens, "_MOST_SCORES", 600), mock.patch.object(triton_backend, "_MOST_LISTS", 4):
         backend = backend_of(steps)
         steps.check(*steps.extended(backend, [7, 20]))
         steps.check(*steps.verified(backend, None, 3))

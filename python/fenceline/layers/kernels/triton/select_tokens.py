@@ -21,7 +21,7 @@ from fenceline.layers.forward_batch import IndexQueries, QueryTree
 from fenceline.layers.kernels.triton.decode_attention import PagedRequests, converted
 from fenceline.memory_order.triton_launcher import KernelVariant
 
-MOST_SCORES = 1 << 24  # that are kept at once, four bytes each
+_MOST_SCORES = 1 << 24  # that are kept at once, four bytes each
 _BLOCK = 128  # tokens that are scored at once
 _BLOCK_OF_FLOATS = 32  # of four bytes, of which fewer fit in shared memory
 _PROGRAMS_PER_SM = 8  # that score tokens
@@ -44,7 +44,7 @@ def select_tokens(
     num, top_k = len(index.queries), index.top_k
     slots = torch.empty((num, top_k), dtype=torch.int32, device=cache_rows.device)
     counts = torch.empty(num, dtype=torch.int64, device=cache_rows.device)
-    step = max(MOST_SCORES // (longest + _BLOCK) // 4, 1) * 4  # parts of operands begin at 16 bytes
+    step = max(_MOST_SCORES // (longest + _BLOCK) // 4, 1) * 4  # parts of operands begin at 16 bytes
     for first in range(0, num, step):
         rows = slice(first, min(first + step, num))
         queries, weights = index.queries[rows], index.weights[rows]
@@ -70,7 +70,6 @@ def score_keys(
     num, num_heads, head_dim = queries.shape
     assert queries.is_contiguous() and weights.is_contiguous() and weights.shape == (num, num_heads)
     assert weights.dtype == torch.float32 and cache_rows.is_contiguous() and cache_rows.shape[1] == 1
-    _check(requests, tree)
     scales = None
     if cache_rows.dtype == torch.uint8:
         assert cache_rows.shape[2] == head_dim + _SCALE_BYTES
@@ -84,17 +83,8 @@ def score_keys(
         num_heads, head_dim, cache_rows.shape[2], scales is not None, top_k, requests.page_size, block, *_sizes(tree)
     )
     programs = min(max(_PROGRAMS_PER_SM * num_sms // num, 1), num_blocks)
-    tensors = (
-        queries,
-        weights,
-        cache_rows,
-        scales,
-        requests.page_table,
-        requests.rows,
-        requests.seq_lens,
-        tree.ancestors,
-    )
-    variant.launch((num, programs), (*tensors, keys), (first, num_blocks, requests.page_table.stride(0)))
+    tensors = (queries, weights, cache_rows, scales, *_tensors(requests, tree), keys)
+    variant.launch((num, programs), tensors, (first, num_blocks, requests.page_table.stride(0)))
     return keys
 
 
@@ -106,19 +96,19 @@ def select_best(
     num, top_k = slots.shape
     assert keys.is_contiguous() and slots.is_contiguous() and len(keys) == len(counts) == num
     assert slots.dtype == torch.int32 and counts.dtype == torch.int64
-    _check(requests, tree)
     unit = _BLOCK_OF_FLOATS
     assert keys.shape[1] % unit == 0
-    tensors = (keys, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors, slots, counts)
+    tensors = (keys, *_tensors(requests, tree), slots, counts)
     scalars = (first, keys.shape[1] // unit, requests.page_table.stride(0))
     _select_variant(top_k, requests.page_size, unit, *_sizes(tree)).launch((num,), tensors, scalars)
 
 
-def _check(requests: PagedRequests, tree: QueryTree) -> None:
+def _tensors(requests: PagedRequests, tree: QueryTree) -> tuple[torch.Tensor | None, ...]:
     tree.check(len(requests.rows))
     assert requests.page_table.dtype == torch.int32 and requests.page_table.stride(1) == 1
     assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
     assert requests.rows.is_contiguous() and requests.seq_lens.is_contiguous()
+    return requests.page_table, requests.rows, requests.seq_lens, tree.ancestors
 
 
 def _sizes(tree: QueryTree) -> tuple[int, int, bool]:
