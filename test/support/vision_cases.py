@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from scheduler_driver import Driver, request
 
 from fenceline.config.engine_config import resolve
@@ -65,6 +66,20 @@ def _qwen3_vl() -> transformers.PreTrainedModel:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+def _qwen3_vl_moe() -> transformers.PreTrainedModel:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 3, 1], "mrope_interleaved": True}
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "num_position_embeddings": 36}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=_TEXT | experts | {"rope_parameters": rope, "head_dim": 16},
+        vision_config=tower | {"out_hidden_size": 48, "deepstack_visual_indexes": [1]},
+        image_token_id=IMAGE,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+    )
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
 def _gemma3() -> transformers.PreTrainedModel:
     """An image has more tokens than the window."""
     tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -84,6 +99,7 @@ def _gemma3() -> transformers.PreTrainedModel:
 VISION_MODELS: Mapping[str, Callable[[], transformers.PreTrainedModel]] = {
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": _qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl_moe,
     "Gemma3ForConditionalGeneration": _gemma3,
 }
 
@@ -98,9 +114,21 @@ def save_vision_checkpoint(name: str, directory: Path) -> transformers.PreTraine
             param.normal_(1.0, 0.1)
         else:
             param.normal_(0.0, 0.15 if param.dim() > 1 else 0.3)
+    model.lm_head.weight[IMAGE] = 0.0  # transformers would take such a token of an answer for one of an image
     model.save_pretrained(directory)
+    if model.config.model_type == "qwen3_vl_moe":
+        _publish_experts(directory / "model.safetensors")
     processor_of(model).save_pretrained(directory)
     return model
+
+
+def _publish_experts(path: Path) -> None:
+    """Store the experts' matrices as they are published, the inputs before the outputs; transformers reads both."""
+    tensors = load_file(path)
+    for name in tensors:
+        if ".experts." in name:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
 
 
 def processor_of(model: transformers.PreTrainedModel) -> transformers.BaseImageProcessor:
@@ -110,7 +138,7 @@ def processor_of(model: transformers.PreTrainedModel) -> transformers.BaseImageP
 
     if model.config.model_type == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 112, "width": 112})
-    if model.config.model_type == "qwen3_vl":
+    if model.config.model_type.startswith("qwen3_vl"):
         return Qwen2VLImageProcessorPil(
             patch_size=16,
             size={"shortest_edge": 2048, "longest_edge": 300_000},

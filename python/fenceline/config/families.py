@@ -262,6 +262,11 @@ def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -
     )
 
 
+def _qwen3_vl_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+    """The scores of a token's experts are divided by their sum, whatever norm_topk_prob says."""
+    return replace(_qwen_experts(reader, num_layers), renormalise=True)
+
+
 def _glm_experts(
     reader: ConfigReader, num_layers: int, groups: tuple[int, int] = (1, 1), scaling: float = 1.0, num_dense: int = 1
 ) -> ExpertsConfig:
@@ -636,6 +641,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
         "Qwen3VLForConditionalGeneration": Family(head_dim=128, rope_theta=5e5, text_defaults={}, vision=qwen3_vl),
+        "Qwen3VLMoeForConditionalGeneration": Family(
+            head_dim=None, rope_theta=5e5, text_defaults={}, quantized=(), experts=_qwen3_vl_experts, vision=qwen3_vl
+        ),
         "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True, switches=("attention_out_bias",)),
         "SmolLM3ForCausalLM": Family(rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated),
     }

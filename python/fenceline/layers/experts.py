@@ -8,6 +8,7 @@ keys go to the sink page, are sent to no expert.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -35,8 +36,9 @@ class ExpertNames:
     shared: str | None = None  # the shared expert
     shared_gate: str | None = None  # the product whose sigmoid is the weight of the shared expert
     router: str = "gate"
-    # One tensor has the matrices of all experts, the rows of gate and up alternate, and there are biases.
-    stacked: bool = False
+    # One tensor has the matrices of all experts: the rows of gate before those of up ("halves"), or one of each in turn
+    # ("turns"), and then there are biases too. None: each matrix has a tensor.
+    stacked: Literal["halves", "turns"] | None = None
 
 
 class Router:
@@ -50,7 +52,7 @@ class Router:
         self._kernels = kernels
         self.weight = torch.empty(experts.num_experts, hidden_size, dtype=torch.float32)
         kernels.prepare_linear(experts.num_experts, hidden_size, torch.float32)
-        self.bias = scores() if names.stacked else None
+        self.bias = scores() if names.stacked == "turns" else None
         self.correction = None if names.correction is None else scores()
 
     def forward(self, x: torch.Tensor, out_slots: torch.Tensor, num_sink_slots: int) -> Routing:
@@ -136,7 +138,7 @@ class ExpertsMLP(Branch):
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
         self.limit, self.activation = experts.limit, config.activation
         self.gate_up_bias = self.down_bias = None
-        if names.stacked:
+        if names.stacked == "turns":
             self.gate_up_bias = torch.empty(num_own, 2 * self.size, dtype=context.dtype)
             self.down_bias = torch.empty(num_own, hidden_size, dtype=context.dtype)
 
@@ -177,18 +179,22 @@ class ExpertsMLP(Branch):
 
     def _stacked_slots(self, prefix: str) -> WeightSlots:
         """The slots of tensors that each hold the matrices or biases of all experts."""
-        assert self.gate_up_bias is not None and self.down_bias is not None
         num, own, both = (self.router.experts.num_experts, slice(self.own.start, self.own.stop), 2 * self.full_size)
         hidden_size, start = self.down.shape[1], self.start
 
         def apart(x: torch.Tensor) -> torch.Tensor:
-            """Alternating rows of gate and up, [experts, 2 * features, ...] → [own experts, 2, features, ...]."""
+            """Rows of gate and up, [experts, 2 * features, ...] → [own experts, 2, features, ...]."""
+            if self.names.stacked == "halves":
+                return x[own].unflatten(1, (2, -1))
             return x[own].unflatten(1, (-1, 2)).transpose(1, 2)
 
-        bias = self.gate_up_bias.unflatten(1, (2, -1))
+        biases: WeightSlots = {}
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            bias = self.gate_up_bias.unflatten(1, (2, -1))
+            biases[f"{prefix}gate_up_proj_bias"] = WeightSlot(bias, (num, both), 2, start, apart)
+            biases[f"{prefix}down_proj_bias"] = WeightSlot(self.down_bias, (num, hidden_size), 0, own.start)
         return {
-            f"{prefix}gate_up_proj_bias": WeightSlot(bias, (num, both), 2, start, apart),
-            f"{prefix}down_proj_bias": WeightSlot(self.down_bias, (num, hidden_size), 0, own.start),
+            **biases,
             **self.gate_up.stacked_slots(f"{prefix}gate_up_proj", (num, both, hidden_size), apart, start, halves=True),
             **self.down.stacked_slots(
                 f"{prefix}down_proj", (num, hidden_size, self.full_size), lambda x: x[own], start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -56,12 +57,12 @@ def _qwen2_moe(site: LayerSite) -> DecoderLayer:
     return DecoderLayer(attention, _mixer(site, ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")))
 
 
-def _qwen3(site: LayerSite) -> DecoderLayer:
+def _qwen3(site: LayerSite, names: ExpertNames = ExpertNames()) -> DecoderLayer:
     """Qwen3 (arXiv:2505.09388): Llama with each query and key head RMS-normalised before the rotation; dense, or with
     experts (Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder); and the text model of Qwen3-VL (arXiv:2511.21631).
     ``attention_bias`` is for all four projections of attention, the MLP has none."""
     bias = site.config.attention_bias
-    return DecoderLayer(SelfAttention(site, qkv_bias=bias, o_bias=bias, qk_norm=True), _mixer(site))
+    return DecoderLayer(SelfAttention(site, qkv_bias=bias, o_bias=bias, qk_norm=True), _mixer(site, names))
 
 
 def _mixtral(site: LayerSite) -> DecoderLayer:
@@ -83,7 +84,7 @@ def _gpt_oss(site: LayerSite) -> DecoderLayer:
     in this format; attention sinks, and windows in every second layer."""
     bias = site.config.attention_bias
     attention = SelfAttention(site, qkv_bias=bias, o_bias=bias, sinks=True)
-    return DecoderLayer(attention, ExpertsMLP(site, ExpertNames(router="router", stacked=True)))
+    return DecoderLayer(attention, ExpertsMLP(site, ExpertNames(router="router", stacked="turns")))
 
 
 def _deepseek(site: LayerSite) -> DecoderLayer:
@@ -249,6 +250,9 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3ForCausalLM": Architecture(_qwen3),
         "Qwen3MoeForCausalLM": Architecture(_qwen3),
         "Qwen3VLForConditionalGeneration": Architecture(_qwen3, _qwen_vision_weights),
+        "Qwen3VLMoeForConditionalGeneration": Architecture(
+            partial(_qwen3, names=ExpertNames(stacked="halves")), _qwen_vision_weights
+        ),
         "SeedOssForCausalLM": Architecture(_seed_oss),
         "SmolLM3ForCausalLM": Architecture(_smollm3),
     }

@@ -478,6 +478,7 @@ def test_towers_of_published_configs_are_read(tmp_path: Path) -> None:
     assert found == {
         "Gemma-3-12b": (27, 56, 262144, 27, ()),
         "Qwen2.5-VL-7B": (32, 28, 151655, 4, ()),
+        "Qwen3-VL-30B-A3B": (27, 32, 151655, 27, (8, 16, 24)),
         "Qwen3-VL-8B": (27, 32, 151655, 27, (8, 16, 24)),
     }
 
