@@ -14,7 +14,7 @@ from attention_cases import SCALE, Case, bits_of, random_tree
 from model_parity import save_checkpoint
 from scheduler_driver import asked_twice
 
-from fenceline.layers.attention.base import LayerRules
+from fenceline.layers.attention.base import AttentionBackend, LayerRules
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.cuda_layers import CudaLayerKernels
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs, QueryTree, VerifyInputs
@@ -22,6 +22,7 @@ from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.triton.decode_attention import decode_attention
 from fenceline.layers.kernels.triton.store_latent import store_latent
 from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.model_executor import extend_runner
 
 pytestmark = pytest.mark.gpu
 Flags = dict[str, object]
@@ -113,6 +114,17 @@ def test_extend(page_size: int, num_heads: int, kv_dtype: torch.dtype | None) ->
     for batch in ([(0, 1), (0, p), (p, p), (2 * p - 1, 2), (1, 65)], [(0, 200), (300, 129), (64, 1)], [(1500, 3)]):
         step = latent_case([a + b for a, b in batch], [new for _, new in batch], num_heads, p, kv_dtype)
         check(attend(step, ForwardMode.EXTEND), torch.cat(step.expected()))
+
+
+@pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), [(16, 192, 128), (20, 256, 256), (3, 48, 32)])
+def test_new_prompts(num_heads: int, key_dim: int, value_dim: int) -> None:
+    """Each head's own keys and values, which are as wide as in DeepSeek-V3, in GLM-4.7-Flash, and small."""
+    backend, lens = backend_of(latent_case([3], [1], num_heads)), np.array([300, 1, 129])
+    starts = torch.tensor([0, 300, 301, 430], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(430, num_heads, dim, device="cuda").bfloat16() for dim in (key_dim, key_dim, value_dim))
+    wanted = AttentionBackend.plan_new(backend, lens, starts)(q.double(), k.double(), v.double(), SCALE)
+    found = backend.plan_new(lens, starts)(q, k, v, SCALE)
+    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -280,6 +292,13 @@ def test_greedy_equals_the_cpu(checkpoint: Path) -> None:
         {"debug_cuda_graph": True},
     )
     for flags in ways:
+        assert asked_twice(checkpoint, flags) == expected, flags
+
+
+def test_expanded_prompts_change_no_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = asked_twice(checkpoint, {}, "cpu")
+    monkeypatch.setattr(extend_runner, "_FEWEST_EXPANDED", 20)
+    for flags in (EAGER, EAGER | {"chunked_prefill_size": 32}):
         assert asked_twice(checkpoint, flags) == expected, flags
 
 

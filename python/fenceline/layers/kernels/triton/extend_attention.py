@@ -105,7 +105,8 @@ def extend_attention(
 
     q [T, H, D], its heads contiguous, tokens possibly strided; the queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
-    in q's dtype or FP8; one tensor if ``rules.shared``. ``grid`` must be that of this batch and ``config``; more tiles
+    in q's dtype or FP8; one tensor if ``rules.shared``. Values may have fewer features than keys, and the result's
+    others are undefined then. ``grid`` must be that of this batch and ``config``; more tiles
     do no harm. Softmax statistics and sums are float32. ``rules``: see ``LayerRules``; sinks are contiguous. On the
     current stream, no host synchronisation.
     """
