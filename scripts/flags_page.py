@@ -18,11 +18,8 @@ names and meanings wherever SGLang has them. With underscores they are keyword a
 of a YAML file (`--config FILE`); the command line wins over the file, and `--no-FLAG` takes back a switch of the file.
 The model may stand alone (`fenceline serve MODEL --port 8000`), and a flag may be shortened if no other begins so.
 
-Flags of SGLang, vLLM, Text Generation Inference or llama.cpp that are not available are refused with one line that
-names for each another flag, or why to leave it out. A value that asks for what happens anyway is accepted, and so, with
-a warning, is a flag by which no answer changes.
-
-This page is generated: change `python/fenceline/config/server_args.py` and run `python scripts/flags_page.py`.
+Flags of SGLang, vLLM, Text Generation Inference or llama.cpp that are not available are refused with a remedy for each.
+A flag by which no answer changes is accepted with a warning.
 """
 
 
