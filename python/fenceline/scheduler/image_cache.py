@@ -45,13 +45,17 @@ class ImageCache:
     """Leases the rows of the pool. One thread, the scheduler's, calls it, and its decisions are a function of these
     calls."""
 
-    def __init__(self, num_rows: int, has_axes: bool, sees_whole: bool = False) -> None:
+    def __init__(
+        self, num_rows: int, has_axes: bool, sees_whole: bool = False, most_computed: int | None = None
+    ) -> None:
         """``num_rows``: embeddings of the pool, without the sink; 0 for a model without a tower. ``has_axes``: whether
         the tokens' positions have three axes. ``sees_whole``: whether the tokens of an image attend to one another, so
-        that one step computes all of them that are not cached."""
+        that one step computes all of them that are not cached. ``most_computed``: embeddings that one step computes,
+        apart from those of a single larger image, so that requests beside it do not wait for many images; None: any
+        number."""
         self.num_rows = num_rows
         self.rows = LeasePool("image embeddings", num_rows + 1, reserved=min(num_rows, 1))
-        self._has_axes, self._sees_whole = has_axes, sees_whole
+        self._has_axes, self._sees_whole, self._most_computed = has_axes, sees_whole, most_computed
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._planned: list[_Entry] = []  # of the step that is launched next
         self.num_computed = 0  # images whose embeddings were computed
@@ -62,11 +66,17 @@ class ImageCache:
         whole, those before an image that would not be; or else, so that the prompt goes on, all of its tokens, if these
         are not more than ``most``."""
         num_used = sum(step.used.values())
+        num_computed = sum([len(encode.rows) for encode in step.encodes])
         added: set[bytes] = set()
         for image in _within(images, start, start + size):
             if image.digest not in step.used and image.digest not in added:
                 num_used += image.num_tokens
                 added.add(image.digest)
+                if image.digest not in self._entries:
+                    is_first = num_computed == 0
+                    num_computed += image.num_tokens
+                    if not is_first and self._most_computed is not None and num_computed > self._most_computed:
+                        return max(image.offset - start, 0)
             if num_used > self.num_rows:
                 return max(image.offset - start, 0)
             if self._sees_whole and start + size < image.end:

@@ -478,5 +478,6 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     num_rows_behind = 0 if draft is None else draft.num_rows_behind
     vision = config.model.vision
     sees_whole = vision is not None and vision.sees_whole
-    images = ImageCache(config.num_embedding_rows, bool(config.model.rope_axes), sees_whole)
+    has_axes, most_computed = bool(config.model.rope_axes), config.chunked_prefill_size
+    images = ImageCache(config.num_embedding_rows, has_axes, sees_whole, most_computed)
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images)

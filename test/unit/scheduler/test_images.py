@@ -29,6 +29,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.model_executor.warm_up import warm_up
 
 Saved = tuple[Path, transformers.PreTrainedModel]
@@ -161,6 +162,23 @@ def test_a_small_pool_computes_embeddings_again(saved: Callable[[str], Saved], n
     images = driver.scheduler.memory.images
     assert images.num_computed > 6
     assert images.rows.num_leased <= 30
+
+
+def test_a_step_computes_few_images(qwen: Saved) -> None:
+    """No more embeddings than a step has tokens, or one image."""
+    directory, reference = qwen
+    driver = vision_driver(directory, chunked_prefill_size=12, max_total_tokens=2048)
+    launch, computed = driver.worker.launch, []
+
+    def recording(batch: StepBatch) -> ForwardResult | HeldStep:
+        computed.append([len(encode.rows) for encode in batch.encodes])
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    cases = [([*ONE * 3, number], [picture(60, 60, 3 * number + i) for i in range(3)]) for number in range(4)]
+    check(driver, reference, [*cases, ([*ONE, 5], [picture(140, 140, 50)])])
+    assert max(map(sum, computed)) == 25 and all(sum(sizes) <= 12 or len(sizes) == 1 for sizes in computed)
+    assert [4, 4] in computed or [4, 4, 4] in computed
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
