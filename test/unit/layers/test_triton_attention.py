@@ -598,27 +598,27 @@ def compile_for(arch: str) -> None:
         "PART": 64,
         "MERGE": 1,
     }
-    extend = extend_attention._extend_kernel
+    extend, strides = extend_attention._extend_kernel, {"Q_STRIDE": 6144, "TABLE_STRIDE": 2560}
     ruled = common | {"WINDOW": 4096, "CAPS": True, "SINKS": True}
     compile_kernel(decode_attention._decode_kernel, ruled | decode | tree, arch, 4, 3, pdl)
-    compile_kernel(extend, ruled | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
+    compile_kernel(extend, ruled | {"BLOCK_M": 128, "SPLIT": False} | strides, arch, 8, 3, False)
     wide = ruled | {"HEAD_DIM": 256, "DIM_PAD": 256, "GROUP": 2, "BLOCK_N": 32}  # Gemma's heads
     compile_kernel(decode_attention._decode_kernel, wide | decode | tree, arch, 8, 2, pdl)
-    compile_kernel(extend, wide | {"BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
+    compile_kernel(extend, wide | {"BLOCK_M": 64, "SPLIT": False} | strides, arch, 8, 2, False)
     if pdl:  # sm_80 has no instruction for FP8
         compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl, "fp8e4nv")
-        compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False, "fp8e4nv")
+        compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False} | strides, arch, 8, 3, False, "fp8e4nv")
     if arch != "sm_90":
         return
     for nodes, stages in ((one, 5), (chain, 5), (tree, 3)):
         compile_kernel(decode_attention._decode_kernel, common | decode | nodes, arch, 4, stages, pdl)
-    compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
-    compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
+    compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False} | strides, arch, 8, 3, False)
+    compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True} | strides, arch, 4, 5, False)
     compile_kernel(decode_attention._decode_kernel, wide | decode | one | {"MERGE": 8}, arch, 4, 3, pdl)
-    compile_kernel(extend, wide | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 3, False)
+    compile_kernel(extend, wide | {"BLOCK_M": 16, "SPLIT": True} | strides, arch, 4, 3, False)
     phi = common | {"HEAD_DIM": 96, "GROUP": 1, "NUM_KV_HEADS": 32}  # Phi-3-mini's heads
     compile_kernel(decode_attention._decode_kernel, phi | decode | one | {"MERGED_ROWS": 1, "PART": 1}, arch, 4, 5, pdl)
-    compile_kernel(extend, phi | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
+    compile_kernel(extend, phi | {"BLOCK_M": 128, "SPLIT": False} | strides, arch, 8, 3, False)
     # A latent row of DeepSeek's models, for 16 and 128 heads, as decode_config and extend_config cut the work.
     row = {"NUM_KV_HEADS": 1, "HEAD_DIM": 512, "DIM_PAD": 512, "TAIL": 64, "TAIL_PAD": 64, "SHARED": True}
     row = common | row | {"BLOCK_N": 64, "PAGE_SIZE": 16}
@@ -631,10 +631,10 @@ def compile_for(arch: str) -> None:
     assert ptx.count("cp.async.cg.shared.global") >= 2 * 32 * 576 // 128 // 16, "and copied ahead of time"
     for kv in ("bf16", "fp8e4nv"):
         compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 2, pdl, kv)
-    compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
+    compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False} | strides, arch, 8, 2, False)
     # New prompts of these models, with keys of 192 features and values of 128.
     heads = {"NUM_KV_HEADS": 128, "GROUP": 1, "TAIL": 64, "TAIL_PAD": 64, "BLOCK_M": 128, "BLOCK_N": 128}
-    compile_kernel(extend, common | heads | {"SPLIT": False}, arch, 8, 2, False)
+    compile_kernel(extend, common | heads | {"SPLIT": False} | strides, arch, 8, 2, False)
     merge = {name: (row | many)[name] for name in decode_attention._merge_pieces_kernel.arg_names if name in row | many}
     for part, chunk in ((1, 128), (4, 512)):
         cut = {"PART": part, "CHUNK": chunk, "MERGE": 8192 // (part * chunk)}

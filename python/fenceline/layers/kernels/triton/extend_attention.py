@@ -14,6 +14,7 @@ order, so that they are the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from fenceline.layers.kernels.triton.decode_attention import (
     split_row,
     token_slots,
 )
+from fenceline.memory_order.triton_launcher import KernelVariant
 
 _LOG2_E = 1.4426950408889634
 _LOG2_E_IN_KERNEL = tl.constexpr(_LOG2_E)
@@ -123,38 +125,54 @@ def extend_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     value_dim, tail = split_row(head_dim, v_cache, k_cache, rules)
-    dim_pad, partial, stats = padded_head_dim(value_dim), out, out
+    partial, stats = out, out
     if grid.num_splits > 1:
         partial = torch.empty((grid.num_splits, *q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((grid.num_splits, 2, *q.shape[:2]), dtype=torch.float32, device=q.device)
-    _extend_kernel[(num_kv_heads, grid.num_tiles, grid.num_splits)](
-        q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens, query_starts,
-        rules.sinks, batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E,
-        q.stride(0), requests.page_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=value_dim, DIM_PAD=dim_pad, TAIL=tail, TAIL_PAD=padded_head_dim(tail),
-        SHARED=rules.shared, GROUP=group, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT=grid.num_splits > 1, SEGMENT=config.segment,
-        WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0, SINKS=rules.sinks is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    extend, merge = _variants(
+        config, num_kv_heads, group, value_dim, tail, requests.page_size, padded_batch(batch), grid.num_splits > 1,
+        rules.shared, rules.window or 0, rules.soft_cap != 0, rules.sinks is not None, q.stride(0),
+        requests.page_table.stride(0),
     )  # fmt: skip
+    operands = (q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens)
+    numbers = (batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E)
+    tiles = num_kv_heads, grid.num_tiles, grid.num_splits
+    extend.launch(tiles, (*operands, query_starts, rules.sinks), numbers)
     if grid.num_splits > 1:
-        heads = max(min(triton.next_power_of_2(group), _MERGED_ELEMENTS // dim_pad), 1)
-        _merge_kernel[(len(q), -(-num_heads // heads))](
-            partial, stats, out, rules.sinks, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=value_dim,
-            DIM_PAD=dim_pad, TAIL=tail, HEADS=heads,
-            SINKS=rules.sinks is not None and config.segment > 0, num_warps=4,
-        )  # fmt: skip
+        blocks = len(q), -(-num_heads // merge.constants["HEADS"])
+        merge.launch(blocks, (partial, stats, out, rules.sinks), (grid.num_splits, len(q)))
     return out
+
+
+@cache
+def _variants(
+    config: ExtendConfig, num_kv_heads: int, group: int, value_dim: int, tail: int, page_size: int, batch_pad: int,
+    splits: bool, shared: bool, window: int, caps: bool, has_sinks: bool, q_stride: int, table_stride: int,
+) -> tuple[KernelVariant, KernelVariant]:  # fmt: skip
+    """The kernels of tiles, and of their merge. A layer's launch takes the CPU longer than anything else of a short
+    prompt, so that they are bound once."""
+    dims = {"HEAD_DIM": value_dim, "DIM_PAD": padded_head_dim(value_dim), "TAIL": tail}
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads, **dims, "TAIL_PAD": padded_head_dim(tail), "SHARED": shared, "GROUP": group,
+        "PAGE_SIZE": page_size, "BATCH_PAD": batch_pad, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "SPLIT": splits, "SEGMENT": config.segment, "WINDOW": window, "CAPS": caps, "SINKS": has_sinks,
+        "Q_STRIDE": q_stride, "TABLE_STRIDE": table_stride,
+    }  # fmt: skip
+    heads = max(min(triton.next_power_of_2(group), _MERGED_ELEMENTS // dims["DIM_PAD"]), 1)
+    merging = {"NUM_HEADS": num_kv_heads * group, **dims, "HEADS": heads, "SINKS": has_sinks and config.segment > 0}
+    extend = KernelVariant(_extend_kernel, constants, config.num_warps, num_stages=config.num_stages)
+    return extend, KernelVariant(_merge_kernel, merging, 4)
 
 
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
-    sinks_ptr, batch, num_tokens, scale_log2, cap_log2, q_stride, page_table_stride,
+    sinks_ptr, batch, num_tokens, scale_log2, cap_log2,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
     TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
+    Q_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # The last tiles of a request attend to the most keys, so tiles start in reverse order.
@@ -180,7 +198,7 @@ def _extend_kernel(
     dims = tl.arange(0, DIM_PAD)
     row_live = in_heads(query_live, dims, HEAD_DIM, DIM_PAD)
     WIDTH: tl.constexpr = HEAD_DIM + TAIL  # of a head's query, key and place in the result
-    q_at = q_ptr + (start + tokens).to(tl.int64)[:, None] * q_stride + heads[:, None] * WIDTH
+    q_at = q_ptr + (start + tokens).to(tl.int64)[:, None] * Q_STRIDE + heads[:, None] * WIDTH
     q = operand(tl.load(q_at + dims[None, :], mask=row_live, other=0.0), k_ptr, SHARED)
     q_tail = q
     if TAIL > 0:
@@ -204,7 +222,7 @@ def _extend_kernel(
     full_end = tl.minimum(num_visible_to_all // BLOCK_N, last_block)
     k_head = k_ptr + head * WIDTH
     v_head = k_head if SHARED else v_ptr + head * HEAD_DIM
-    table = page_table_ptr + table_row * page_table_stride
+    table = page_table_ptr + table_row * TABLE_STRIDE
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
