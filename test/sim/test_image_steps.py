@@ -5,13 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vision_cases import CASES, VISION_MODELS, image_request, save_vision_checkpoint, vision_driver
+from vision_cases import (
+    BEGIN,
+    CASES,
+    IMAGE,
+    VISION_MODELS,
+    image_request,
+    picture,
+    save_vision_checkpoint,
+    vision_driver,
+)
 
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline_sim import VgpuDevice, VirtualGpu
 
 GRAPHS: dict[str, object] = {"piecewise_cuda_graph_tokens": (3, 6, 32), "cuda_graph_bs": (2, 4), "context_length": 256}
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def test_prompts_around_a_size_of_graphs(name: str, tmp_path: Path) -> None:
+    """As in sglang#14193: a token less than a captured size, as many, one more; an image that ends at its edge, and in
+    the middle. Each comes twice, and nothing is cached, so that the second runs in what the first has left."""
+    save_vision_checkpoint(name, tmp_path)
+    prompts = [[*[5] * before, BEGIN, IMAGE, *[6] * behind] for before in (3, 11) for behind in (0, 1, 7, 8, 9)]
+    flags: dict[str, object] = {"chunked_prefill_size": 32, "disable_radix_cache": True, "max_running_requests": 1}
+
+    def run(device: Device, **others: object) -> list[list[int]]:
+        driver = vision_driver(tmp_path, device, **flags, **others)
+        asked = [image_request(driver, f"r{i}", ids, [picture(60, 60, i % 2)]) for i, ids in enumerate(prompts * 2)]
+        driver.send(*asked)
+        driver.run()
+        return [driver.answers[req.rid].output_ids for req in asked]
+
+    expected = run(open_device("cpu"))
+    assert expected[: len(prompts)] == expected[len(prompts) :]
+    graphs = GRAPHS | {"piecewise_cuda_graph_tokens": (8, 16), "cuda_graph_bs": (1,)}
+    assert run(VgpuDevice(gpu=VirtualGpu(seed=2, policy="laziest")), **graphs) == expected
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -197,6 +198,29 @@ def test_images_beside_a_draft(saved: Callable[[str], Saved], name: str, tmp_pat
         speculative_num_steps=3,
     )
     check(driver, reference)
+
+
+# No trees where windows are shorter than they may be.
+@pytest.mark.parametrize(
+    "name,topk",
+    [(name, topk) for name in VISION_MODELS for topk in (1, 2) if topk == 1 or not name.startswith("Gemma")],
+)
+def test_images_beside_a_draft_that_reads_hidden_states(
+    saved: Callable[[str], Saved], name: str, topk: int, tmp_path: Path
+) -> None:
+    """Chains and trees of EAGLE-3: the same answers as without a draft, all of random weights."""
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = sizes | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "vocab_size": 120}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+    draft |= {"speculative_num_steps": 3, "speculative_eagle_topk": topk}
+    found = []
+    for flags in ({}, draft):
+        driver = vision_driver(saved(name)[0], load_format="dummy", **flags)
+        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
+        driver.run()
+        found.append([driver.answers[f"r{i}"].output_ids for i in range(len(CASES))])
+    assert found[0] == found[1] and len(set(map(tuple, found[0]))) > 2
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
