@@ -100,19 +100,15 @@ class CausalLM:
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if given."""
         batch = self.rotary.placed(batch)
-        x, kept = self.embed(batch), batch.aux_hidden
+        x, kept, images = self.embed(batch), batch.aux_hidden, batch.images
         if kept is not None:
             kept.keep(0, x)
         for index, layer in enumerate(self.layers, start=1):
-            x = self._after_layer(layer.forward(x, batch), index, batch)
+            x = layer.forward(x, batch)
+            if images is not None and index <= self._num_deepstack:
+                images.add_to(x, index)
             if kept is not None:
                 kept.keep(index, x)
-        return x
-
-    def _after_layer(self, x: torch.Tensor, index: int, batch: ForwardBatch) -> torch.Tensor:
-        """x [T, hidden_size] after the ``index``-th layer, counted from 1, with what images add to it, in place."""
-        if batch.images is not None and index <= self._num_deepstack:
-            batch.images.add_to(x, index)
         return x
 
     def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -144,7 +140,9 @@ class CausalLM:
             x.copy_(self.embed(batch))
         else:
             layer = self.layers[index - 1]
-            self._after_layer(layer.mlp.forward(layer.self_attn.add_output(x, batch), batch), index, batch)
+            layer.mlp.forward(layer.self_attn.add_output(x, batch), batch)
+            if batch.images is not None and index <= self._num_deepstack:
+                batch.images.add_to(x, index)
         if batch.aux_hidden is not None:
             batch.aux_hidden.keep(index, x)
         if index < len(self.layers):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fenceline.images.image_input import ImageInput
 from fenceline.images.positions import position_delta, prompt_axes
-from fenceline.memory_order import LeasePool, Points
+from fenceline.memory_order import LeasePool, Point, Points
 from fenceline.model_executor.step import Encode
 
 I32 = npt.NDArray[np.int32]
@@ -112,10 +112,10 @@ class ImageCache:
         """How far positions behind a prompt with ``images`` are from the tokens' places."""
         return position_delta(images) if self._has_axes else 0
 
-    def launched(self, done: Points) -> None:
-        """The planned step has been launched and ends at ``done``."""
+    def launched(self, done: Point) -> None:
+        """The planned step has been launched; ``done`` is when it has read its embeddings."""
         for entry in self._planned:
-            entry.after = done
+            entry.after = Points.of(done)
         self._planned.clear()
 
     def clear(self) -> None:

@@ -285,7 +285,7 @@ class Scheduler:
             req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
         ]
         flight = self.launch(plan.batch, plan.reqs)
-        self.memory.images.launched(Points.of(flight.result.done))
+        self.memory.images.launched(flight.result.done)
         # After the launch, so that the log line does not delay the device.
         self.stats.prefill(plan, len(self.running), self.waiting.num_reqs)
         return flight
