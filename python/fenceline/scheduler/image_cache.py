@@ -118,6 +118,12 @@ class ImageCache:
             entry.after = Points.of(done)
         self._planned.clear()
 
+    def check_memory(self) -> None:
+        """Raises ``RuntimeError`` unless every leased row is an image's."""
+        num_held = sum([len(entry.rows) for entry in self._entries.values()])
+        if num_held != self.rows.num_leased:
+            raise RuntimeError(f"{self.rows.num_leased} rows of image embeddings are leased, images have {num_held}")
+
     def clear(self) -> None:
         """Forget all embeddings, because the weights change. No step is being planned."""
         assert not self._planned, "a planned step reads embeddings"

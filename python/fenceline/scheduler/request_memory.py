@@ -399,6 +399,7 @@ class RequestMemory:
             raise RuntimeError(f"request rows leased to nobody while idle: {self.rows.owned().tolist()[:8]}")
         if self.tree.num_locked_nodes:
             raise RuntimeError(f"{self.tree.num_locked_nodes} nodes of the tree are locked while idle")
+        self.images.check_memory()
         if self.tiers is not None:
             self.tiers.check_memory()
 

@@ -348,3 +348,11 @@ def test_weights_that_change_take_the_embeddings_along(qwen: Saved) -> None:
     assert images.rows.num_leased
     driver.scheduler.memory.forget([])
     assert images.rows.num_leased == 0
+
+
+def test_rows_of_no_image_are_found_when_the_engine_is_idle(qwen: Saved) -> None:
+    driver = vision_driver(qwen[0])
+    driver.scheduler.memory.check_memory()
+    assert driver.scheduler.memory.images.rows.alloc(3) is not None
+    with pytest.raises(RuntimeError, match="3 rows of image embeddings are leased, images have 0"):
+        driver.scheduler.memory.check_memory()
