@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -58,24 +59,18 @@ async def _all(
     return [(schema, answer) for (schema, _), answer in zip(asked, answers, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("load_format", "num_schemas", "max_depth", "max_new_tokens", "least_ended", "flags"),
-    [
-        # Those that reach the limit run alone in the end, and take most of the time.
-        pytest.param("auto", 24, 4, 120, 0.9, {}, marks=pytest.mark.slow),
-        pytest.param(
-            *("dummy", 40, 5, 400, 0.65, {"max_total_tokens": 2048, "max_running_requests": 128}),
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_generated_schemas_are_followed_under_mixed_load(
-    load_format: str, num_schemas: int, max_depth: int, max_new_tokens: int, least_ended: float, flags: dict[str, Any]
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fenceline.Engine]:
+    with fenceline.Engine(**_FLAGS) as started:
+        yield started
+
+
+def check_mixed_load(
+    engine: fenceline.Engine, num_schemas: int, max_depth: int, max_new_tokens: int, least_ended: float
 ) -> None:
-    with fenceline.Engine(load_format=load_format, **{**_FLAGS, **flags}) as engine:
-        pairs = asyncio.run(_all(engine, num_schemas, max_depth, max_new_tokens))
-        plain = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
-        alone = engine.generate("Q: What is 1 + 30?\nA:", plain)
+    pairs = asyncio.run(_all(engine, num_schemas, max_depth, max_new_tokens))
+    plain = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+    alone = engine.generate("Q: What is 1 + 30?\nA:", plain)
     ended = 0
     for schema, answer in pairs:
         if schema and answer["meta_info"]["finish_reason"]["type"] == "stop":
@@ -87,25 +82,38 @@ def test_generated_schemas_are_followed_under_mixed_load(
 
 
 @pytest.mark.slow
-def test_an_engine_takes_every_kind_of_grammar() -> None:
-    with fenceline.Engine(model_path="demo", log_level="error") as engine:
-        matched = engine.generate("Q:", {"regex": "[0-9]{3}-[a-c]{2}", "max_new_tokens": 20, "n": 3, "temperature": 2})
-        assert all(re.fullmatch("[0-9]{3}-[a-c]{2}", answer["text"]) for answer in matched)
-        chosen = engine.generate("Q:", {"ebnf": 'root ::= "yes" | "no"', "min_new_tokens": 9, "ignore_eos": True})
-        assert chosen["text"] in ("yes", "no")
-        tag = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[xy]{2}"}, "end": "</a>"}
-        tagged = engine.generate("Q:", {"structural_tag": {"type": "structural_tag", "format": tag}})
-        assert re.fullmatch("<a>[xy]{2}</a>", tagged["text"])
-        scored = engine.generate("Q:", {"regex": "7"}, return_logprob=True, top_logprobs_num=2)
-        assert scored["meta_info"]["output_token_logprobs"][0][0] == 0.0  # nothing else could come
-        for params, reason in (
-            ({"json_schema": {"not": {"type": "null"}}}, "not is not enforced"),
-            ({"regex": "a("}, "parenthesis"),
-            ({"regex": "a", "ebnf": "b"}, "exclude each other"),
-            ({"ebnf": _AMBIGUOUS, "max_new_tokens": 4000}, "too long for each token"),
-        ):  # fmt: skip
-            with pytest.raises((ValueError, RuntimeError), match=reason):
-                engine.generate("Q:", params)
+def test_generated_schemas_are_followed_under_mixed_load(engine: fenceline.Engine) -> None:
+    """Those that reach the limit run alone in the end, and take most of the time."""
+    check_mixed_load(engine, 24, 4, 120, 0.9)
+
+
+@pytest.mark.long
+def test_random_weights_follow_schemas_under_mixed_load() -> None:
+    with fenceline.Engine(
+        load_format="dummy", **{**_FLAGS, "max_total_tokens": 2048, "max_running_requests": 128}
+    ) as engine:
+        check_mixed_load(engine, 40, 5, 400, 0.65)
+
+
+@pytest.mark.slow
+def test_an_engine_takes_every_kind_of_grammar(engine: fenceline.Engine) -> None:
+    matched = engine.generate("Q:", {"regex": "[0-9]{3}-[a-c]{2}", "max_new_tokens": 20, "n": 3, "temperature": 2})
+    assert all(re.fullmatch("[0-9]{3}-[a-c]{2}", answer["text"]) for answer in matched)
+    chosen = engine.generate("Q:", {"ebnf": 'root ::= "yes" | "no"', "min_new_tokens": 9, "ignore_eos": True})
+    assert chosen["text"] in ("yes", "no")
+    tag = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[xy]{2}"}, "end": "</a>"}
+    tagged = engine.generate("Q:", {"structural_tag": {"type": "structural_tag", "format": tag}})
+    assert re.fullmatch("<a>[xy]{2}</a>", tagged["text"])
+    scored = engine.generate("Q:", {"regex": "7"}, return_logprob=True, top_logprobs_num=2)
+    assert scored["meta_info"]["output_token_logprobs"][0][0] == 0.0  # nothing else could come
+    for params, reason in (
+        ({"json_schema": {"not": {"type": "null"}}}, "not is not enforced"),
+        ({"regex": "a("}, "parenthesis"),
+        ({"regex": "a", "ebnf": "b"}, "exclude each other"),
+        ({"ebnf": _AMBIGUOUS, "max_new_tokens": 4000}, "too long for each token"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, RuntimeError), match=reason):
+            engine.generate("Q:", params)
 
 
 _TOOLS = [
