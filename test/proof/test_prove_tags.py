@@ -572,12 +572,6 @@ def test_the_workloads_of_this_page_are_clean(name: str) -> None:
     assert all(run(Trial(name, seed)).clean for seed in range(2))
 
 
-def test_sampling_under_masks_uses_no_pages() -> None:
-    """Pages of a prompt that two requests have computed are retired, after the next step's forward, while that step
-    waits for its masks; then a load gets them. Prove took the sampling for a use of theirs, on this seed."""
-    assert run(Trial("everything", 7076)).clean
-
-
 @pytest.mark.parametrize(
     ("plant", "workload", "checker", "report"), PLANTED, ids=lambda value: getattr(value, "__name__", "")
 )

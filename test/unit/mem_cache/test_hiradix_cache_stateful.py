@@ -26,7 +26,7 @@ def test_tree_of_two_tiers_equals_the_naive_model(page_size: int, policy: str, l
     run_machine(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -109,7 +109,7 @@ class Walk:
 
 @pytest.mark.parametrize(("page_size", "policy", "lookahead"), CASES)
 def test_long_walks_equal_the_naive_model(page_size: int, policy: str, lookahead: int) -> None:
-    for seed in range(16):
+    for seed in range(10):
         walk = Walk(seed, page_size, policy, lookahead)
         for _ in range(200):
             walk.step()
