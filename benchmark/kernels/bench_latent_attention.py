@@ -116,9 +116,9 @@ def backend_of(setting: AttentionSetting) -> _Cut:
 def cuts(backend: _Cut) -> Iterator[DecodeConfig]:
     """Warps, stages and registers that the sums of a tile fit in, with its block; then how the blocks are divided."""
     tiles, rows = query_tiles(backend.num_heads)
-    shapes = [(32, 8, 5), (32, 8, 2), (64, 8, 2), (64, 8, 3), (64, 8, 5)]
+    shapes = [(32, 8, 2), (32, 8, 3), (64, 8, 2), (64, 8, 3)]
     if rows < 64:
-        shapes = [(32, 4, 5), (32, 8, 5), (32, 8, 3), (64, 4, 3), (64, 4, 5), (64, 8, 5)]
+        shapes = [(32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3)]
     for (block, warps, stages), (each, blocks) in itertools.product(shapes, ((1, 1), (1, 2), (2, 1), (2, 2))):
         workers = max(backend.num_sms * each // tiles, 1)
         registers = 128 if warps == 8 and each == 2 and rows < 64 else None
@@ -132,7 +132,7 @@ def sweep(backend: _Cut, setting: AttentionSetting, mode: ForwardMode, batch: Me
     if mode is ForwardMode.DECODE:
         configs: list[DecodeConfig | ExtendConfig] = [*cuts(backend)]
     else:
-        configs = [ExtendConfig(64, *cut) for cut in ((32, 8, 2), (32, 8, 3), (64, 8, 2), (64, 4, 2), (128, 8, 2))]
+        configs = [ExtendConfig(64, *cut) for cut in ((32, 8, 2), (32, 8, 3), (64, 8, 2), (64, 8, 3))]
     for config in configs:
         backend.config = config if isinstance(config, DecodeConfig) else None
         backend.extends = config if isinstance(config, ExtendConfig) else None

@@ -625,12 +625,12 @@ def compile_for(arch: str) -> None:
     few = decode | one | {"GROUP": 16, "MERGED_ROWS": 16, "PART": 16, "MERGE": 1, "MIN_BLOCKS": 2, "APART": True}
     many = few | {"GROUP": 128, "ROWS": 64, "MERGED_ROWS": 64, "PART": 32}
     few |= {"BLOCK_N": 32}
-    compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl)
-    ptx = compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 5, pdl, "fp8e4nv")
+    compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 3, pdl)
+    ptx = compile_kernel(decode_attention._decode_kernel, row | few, arch, 4, 3, pdl, "fp8e4nv")
     assert ptx.count("cvt.rn.f16x2.e4m3x2") == 32 * 576 // 128 // 2, "a block is converted once"
     assert ptx.count("cp.async.cg.shared.global") >= 2 * 32 * 576 // 128 // 16, "and copied ahead of time"
-    for kv in ("bf16", "fp8e4nv"):
-        compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, 2, pdl, kv)
+    for kv, stages in (("bf16", 2), ("fp8e4nv", 3)):
+        compile_kernel(decode_attention._decode_kernel, row | many, arch, 8, stages, pdl, kv)
     compile_kernel(extend, row | {"GROUP": 128, "BLOCK_M": 64, "SPLIT": False} | strides, arch, 8, 2, False)
     # New prompts of these models, with keys of 192 features and values of 128.
     heads = {"NUM_KV_HEADS": 128, "GROUP": 1, "TAIL": 64, "TAIL_PAD": 64, "BLOCK_M": 128, "BLOCK_N": 128}

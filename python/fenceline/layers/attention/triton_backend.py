@@ -165,8 +165,9 @@ class TritonAttentionBackend(AttentionBackend):
             # The sums of 64 rows fill the registers of eight warps, those of 32 rows half of that.
             is_large = tiles[1] == 64 or self._keys.element_size() > 2
             num_workers = max(self._num_workers(1 if is_large else _LATENT_WORKERS_PER_SM) // tiles[0], 1)
-            # With more stages the operands of 64 rows, in shared memory, are addressed anew at each product.
-            block_n, num_stages = (64, 2) if tiles[1] == 64 else (32, 5)
+            # FP8 rows wait in stages of their own before they are converted.
+            in_fp8 = self._keys.element_size() == 1
+            block_n, num_stages = (64, 3 if in_fp8 else 2) if tiles[1] == 64 else (32, 3)
             if self._keys.element_size() > 2:
                 block_n, num_stages = 16, 1
             return DecodeConfig(
@@ -201,7 +202,9 @@ class TritonAttentionBackend(AttentionBackend):
             tiles = 2 if max_rows > 64 and block_n == 64 else 1  # twice the rows take twice the warps
             return ExtendConfig(64 * tiles, block_n, num_warps * tiles, num_stages, self._segment)
         if self._shared:
-            return ExtendConfig(16, 16, 4, 1) if self._keys.element_size() > 2 else ExtendConfig(64, 64, 8, 2)
+            if self._keys.element_size() > 2:
+                return ExtendConfig(16, 16, 4, 1)
+            return ExtendConfig(64, 64, 8, 3 if self._keys.element_size() == 1 else 2)
         if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if self._wide:

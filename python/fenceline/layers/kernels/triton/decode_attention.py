@@ -568,22 +568,18 @@ def _attend(
             depths = _count_path(above)
         else:
             depths = NUM_NODES - NUM_QUERIES + queries
+    if SHARED:  # see ``token_slots``
+        slots, live = _slots_of(
+            table_ptr, first_block, seq_len, path, NUM_NODES, PATH_NODES, WINDOW, PAGE_SIZE, BLOCK_N
+        )  # fmt: skip
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = positions < seq_len
-        if WINDOW > 0:
-            live = live & (positions >= _first_visible(seq_len, NUM_NODES, WINDOW))
-        if PATH_NODES > 0:
-            prefix = seq_len - _count_path(path)
-            places = positions
-            for node in tl.static_range(PATH_NODES):
-                depth = _count_path(path & ((1 << node) - 1))
-                is_there = (((path >> node) & 1) != 0) & (positions == prefix + depth)
-                places = tl.where(is_there, prefix + node, places)
-            pages = tl.load(table_ptr + places // PAGE_SIZE, mask=live, other=0)
-            slots = pages.to(tl.int64) * PAGE_SIZE + places % PAGE_SIZE
-        else:
-            slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
+        following = tl.minimum(block + 1, last_block - 1) if SHARED else block
+        next_slots, next_live = _slots_of(
+            table_ptr, following, seq_len, path, NUM_NODES, PATH_NODES, WINDOW, PAGE_SIZE, BLOCK_N
+        )  # fmt: skip
+        if not SHARED:
+            slots, live = next_slots, next_live
         scores, v = scores_and_values(
             q, q_tail, k_ptr, v_ptr, slots, live, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, True
         )
@@ -613,7 +609,33 @@ def _attend(
         norm = norm * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
+        if SHARED:
+            slots, live = next_slots, next_live
     return acc, top, norm
+
+
+@triton.jit
+def _slots_of(
+    table_ptr, block, seq_len, path, NUM_NODES: tl.constexpr, PATH_NODES: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The slots of a block and which of its positions are visible to any row."""
+    positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = positions < seq_len
+    if WINDOW > 0:
+        live = live & (positions >= _first_visible(seq_len, NUM_NODES, WINDOW))
+    if PATH_NODES > 0:
+        prefix = seq_len - _count_path(path)
+        places = positions
+        for node in tl.static_range(PATH_NODES):
+            depth = _count_path(path & ((1 << node) - 1))
+            is_there = (((path >> node) & 1) != 0) & (positions == prefix + depth)
+            places = tl.where(is_there, prefix + node, places)
+        pages = tl.load(table_ptr + places // PAGE_SIZE, mask=live, other=0)
+        slots = pages.to(tl.int64) * PAGE_SIZE + places % PAGE_SIZE
+    else:
+        slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
+    return slots, live
 
 
 @triton.jit
@@ -739,7 +761,10 @@ def _count_bits(x):
 def token_slots(
     table_ptr, block, positions, live, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request; the sink's where not ``live``."""
+    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request; the sink's where not ``live``.
+
+    Latent rows get those of the following block while a block is computed: so no copy waits for a page's number, and
+    all stages of the pipeline hold rows."""
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(table_ptr + block // (PAGE_SIZE // BLOCK_N))  # one page holds the whole block
     elif MASKED:

@@ -333,12 +333,18 @@ def _attend(
     """Attention of q [BLOCK_M, DIM_PAD], and its tail, over some blocks of keys. Row r attends to keys up to
     ``last_visible[r]``. No row attends to keys outside ``first_visible`` .. ``num_visible``; these are not read. A row
     that attends to no key in these blocks keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
+    AHEAD: tl.constexpr = SHARED or TAIL > 0  # see ``token_slots``
+    if AHEAD:
+        begin = tl.maximum(tl.minimum(first_block, last_block - 1), 0)  # there may be no blocks
+        slots, live = _slots_of(table_ptr, begin, first_visible, num_visible, PAGE_SIZE, BLOCK_N, True, WINDOW)
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = positions < num_visible
-        if WINDOW > 0:
-            live = live & (positions >= first_visible)
-        slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, MASKED)
+        following = tl.minimum(block + 1, last_block - 1) if AHEAD else block
+        next_slots, next_live = _slots_of(
+            table_ptr, following, first_visible, num_visible, PAGE_SIZE, BLOCK_N, MASKED, WINDOW
+        )
+        if not AHEAD:
+            slots, live = next_slots, next_live
         scores, v = scores_and_values(
             q, q_tail, k_ptr, v_ptr, slots, live, NUM_KV_HEADS, HEAD_DIM, DIM_PAD, TAIL, TAIL_PAD, SHARED, MASKED
         )
@@ -356,4 +362,19 @@ def _attend(
         norm = norm * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
+        if AHEAD:
+            slots, live = next_slots, next_live
     return acc, top, norm
+
+
+@triton.jit
+def _slots_of(
+    table_ptr, block, first_visible, num_visible, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The slots of a block and which of its positions are visible to any row."""
+    positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = positions < num_visible
+    if WINDOW > 0:
+        live = live & (positions >= first_visible)
+    return token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, MASKED), live
