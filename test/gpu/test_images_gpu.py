@@ -13,9 +13,6 @@ from fenceline.model_executor.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
-# Gemma 3 attends both ways within an image, which the GPU's attention does not yet.
-MODELS = [name for name in VISION_MODELS if not name.startswith("Gemma3")]
-
 
 def answers(driver: Driver, turn: str) -> list[list[int]]:
     sent = [image_request(driver, f"{turn} {i}", *case) for i, case in enumerate(CASES)]
@@ -24,7 +21,7 @@ def answers(driver: Driver, turn: str) -> list[list[int]]:
     return [driver.answers[req.rid].output_ids for req in sent]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", VISION_MODELS)
 @pytest.mark.parametrize(
     "flags",
     [

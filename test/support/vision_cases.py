@@ -171,6 +171,7 @@ def vision_driver(
     device: Device | str = "cpu",
     num_embedding_rows: int | None = None,
     shard: Shard = Shard(),
+    attention: str | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over a ModelRunner; ``flags`` are ServerArgs fields. Chunks of 32 tokens end within
@@ -182,6 +183,8 @@ def vision_driver(
     config = resolve(ServerArgs(model_path=str(directory), device=device.kind, **flags))  # type: ignore[arg-type]
     if num_embedding_rows is not None:
         config = dataclasses.replace(config, num_embedding_rows=num_embedding_rows)
+    if attention is not None:
+        config = dataclasses.replace(config, prefill_attention_backend=attention, decode_attention_backend=attention)
     return Driver(config, ModelRunner(config, device, show_progress=False, shard=shard))
 
 

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import functools
 import json
-import logging
 import os
 import re
 import secrets
@@ -87,9 +86,6 @@ _MAX_GRAPH_TOKENS = 2048
 # than launching. A rank multiplies by its part of the weights only, and launches two sums more in each layer.
 _WORTHWHILE_WEIGHT_TOKENS = 2 * 0.33e-3 * 6e14 / 2
 _LAUNCHES_OF_RANKS = 1.25  # the CPU's time for a layer with sums over ranks, compared with one rank
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +213,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     _check_latent(args, model, device)
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
-    model = _with_images(model, device, chunk and min(chunk, max_prefill_tokens))
+    _check_images(args, model, device, chunk and min(chunk, max_prefill_tokens))
     max_running_requests = _max_running_requests(args, device, model.context_length)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
@@ -256,23 +252,22 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     )
 
 
-def _with_images(model: ModelConfig, device: str, step_tokens: int | None) -> ModelConfig:
-    """``model``, which reads texts alone where its images cannot be computed. ``step_tokens``: the most tokens of a
-    prefill step; None: prompts are not split."""
+def _check_images(args: ServerArgs, model: ModelConfig, device: str, step_tokens: int | None) -> None:
+    """Raises ``ConfigError`` if images cannot be computed where their tokens attend to one another. ``step_tokens``:
+    the most tokens of a prefill step; None: prompts are not split."""
     if model.vision is None or not model.vision.sees_whole:
-        return model
-    if device == "cuda":
-        logger.warning(
-            "Images are not read: %s attends to whole images, on a GPU it reads texts alone", model.architecture
-        )
-        return dataclasses.replace(model, vision=None)
+        return
+    require(
+        device == "cpu" or not args.enable_deterministic_inference,
+        f"--enable-deterministic-inference: on a GPU {model.architecture} attends to images in an order that depends on"
+        " the step; leave it out",
+    )
     num_tokens = model.vision.images.most_tokens
     require(
         step_tokens is None or step_tokens >= 2 * num_tokens,
         f"--chunked-prefill-size {step_tokens}: the {num_tokens} tokens of an image are computed in one step, which a"
         f" long prompt may have to share: give at least {2 * num_tokens}, or -1",
     )
-    return model
 
 
 def _num_embedding_rows(model: ModelConfig) -> int:
@@ -591,7 +586,6 @@ def check_same_model(config: EngineConfig, directory: str) -> None:
     theirs = ModelConfig.from_dir(
         directory, _model_overrides(args), args.context_length, args.dtype, config.tokenizer_path, args.quantization
     )
-    theirs = _with_images(theirs, config.device, None)
     for field in dataclasses.fields(ModelConfig):
         a, b = getattr(theirs, field.name), getattr(ours, field.name)
         if field.name not in _MAY_DIFFER and a != b:

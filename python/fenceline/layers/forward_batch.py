@@ -44,7 +44,7 @@ class AttentionInputs:
     query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE
     query_starts: torch.Tensor | None = None  # [B + 1] int32, where each request's queries start; EXTEND only
     # (request, first, end): queries of a request, counted from its first, that attend to one another, whatever their
-    # order. EXTEND only; backends other than torch refuse them.
+    # order. EXTEND only, and only the backend torch computes them.
     whole: tuple[tuple[int, int, int], ...] = ()
 
     def check(self) -> None:

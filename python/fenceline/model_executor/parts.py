@@ -159,7 +159,9 @@ def _prepare_attention(
     def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
         length = config.model.context_length
         fixed_order = config.server_args.enable_deterministic_inference
-        setting = AttentionSetting(kv_pool, device, num_heads, length, layers, rules, agreed, fixed_order)
+        vision = config.model.vision
+        sees_whole = vision is not None and vision.sees_whole
+        setting = AttentionSetting(kv_pool, device, num_heads, length, layers, rules, agreed, fixed_order, sees_whole)
         return make_attention_backends(prefill, decode, setting)
 
     num_heads = shard.divide(config.model.num_heads, "attention heads")

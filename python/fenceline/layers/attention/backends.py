@@ -90,6 +90,29 @@ class BackendsByKind(AttentionBackend):
             backend.before_replay(bucket, seq_lens_cpu)
 
 
+class _WholeImages(AttentionBackend):
+    """The backend of prefill steps ``usual``, and torch for those in which tokens of an image attend to one another,
+    which no other backend computes."""
+
+    def __init__(self, usual: AttentionBackend, torch_backend: AttentionBackend) -> None:
+        self._usual, self._torch = usual, torch_backend
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        return (self._torch if inputs.whole else self._usual).plan(inputs)
+
+    def persistent(self, mode: ForwardMode) -> bool:
+        return self._usual.persistent(mode)
+
+    def is_compiled(self, mode: ForwardMode) -> bool:
+        return self._usual.is_compiled(mode)
+
+    def begin_to_compile(self) -> None:
+        self._usual.begin_to_compile()
+
+    def warm_up(self) -> None:
+        self._usual.warm_up()
+
+
 class _Plans(AttentionPlan):
     def __init__(self, plans: Sequence[AttentionPlan], index: Mapping[int, int]) -> None:
         self._plans, self._index = plans, index
@@ -127,7 +150,7 @@ class AttentionSetting:
     ``layers``: the layers of the pool in which the backend attends (None: all); their heads have the same number and
     size. ``rules``: those of the layers that have any. ``agreed`` takes the name that this rank has chosen by
     measurement and returns the name that all ranks use. ``fixed_order``: a query's result may depend on its sequence
-    alone; on a GPU only ``triton`` can do that."""
+    alone; on a GPU only ``triton`` can do that. ``sees_whole``: tokens of an image attend to one another."""
 
     kv_pool: KVPool
     device: Device
@@ -137,6 +160,7 @@ class AttentionSetting:
     rules: Mapping[int, LayerRules] = field(default_factory=dict)
     agreed: Callable[[str], str] = str
     fixed_order: bool = False
+    sees_whole: bool = False
 
     @property
     def own_layers(self) -> Sequence[int]:
@@ -242,8 +266,9 @@ def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting
     decode = _chosen(decode, ForwardMode.DECODE, setting)
     backend = _make(prefill, setting)
     backend.begin_to_compile()  # if a flag chose it; graphs are captured meanwhile
+    sees_whole = setting.sees_whole and prefill != _ANYWHERE
     return AttentionBackends(
-        prefill=backend,
+        prefill=_WholeImages(backend, _make(_ANYWHERE, setting)) if sees_whole else backend,
         decode=backend if decode == prefill else _make(decode, setting),
         prefill_name=prefill,
         decode_name=decode,

@@ -88,7 +88,7 @@ class Fa3AttentionBackend(AttentionBackend):
         if inputs.mode is ForwardMode.DECODE:
             starts = _one_each(inputs.rows)
         else:
-            assert not inputs.whole, "images that are seen whole are refused on a GPU"
+            assert not inputs.whole, "images that are seen whole are torch's"
             assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
             starts = inputs.query_starts
         plan = _Plan(

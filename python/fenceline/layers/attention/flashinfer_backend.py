@@ -133,7 +133,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
             space, info = self._plan_decode(lens, graph=False)
             return _DecodePlan(self, space, info, self._gather(inputs))
-        assert not inputs.whole, "images that are seen whole are refused on a GPU"
+        assert not inputs.whole, "images that are seen whole are torch's"
         assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
         paged = bool((lens > inputs.query_lens_cpu).any())
         kernels = self._prefill_kernels(inputs.query_lens_cpu, paged)

@@ -107,7 +107,7 @@ class TritonAttentionBackend(AttentionBackend):
         if inputs.mode is ForwardMode.DECODE:
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
             return self._plan_decode(requests, int(inputs.seq_lens_cpu.max()))
-        assert not inputs.whole, "images that are seen whole are refused on a GPU"
+        assert not inputs.whole, "images that are seen whole are torch's"
         assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
         return _ExtendPlan(self, requests, inputs)
 
