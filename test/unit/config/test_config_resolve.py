@@ -766,7 +766,8 @@ def reads_images() -> ModelConfig:
     settings = ImageSettings(
         patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=1 << 20, mean=(0.5,) * 3, std=(0.5,) * 3
     )
-    return cast(ModelConfig, SimpleNamespace(architecture="A", vision=SimpleNamespace(images=settings, placeholder=7)))
+    vision = SimpleNamespace(images=settings, placeholder=7, written=None)
+    return cast(ModelConfig, SimpleNamespace(architecture="A", vision=vision))
 
 
 def test_flags_of_images(reads_images: ModelConfig) -> None:
