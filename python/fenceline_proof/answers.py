@@ -181,6 +181,7 @@ class _Comparison:
             logit_bias=tuple(sorted((params.logit_bias or {}).items())), grammar=exchange.request.grammar,
             eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
             pieces=PIECES if exchange.request.grammar else (), weights=tuple(dict(exchange.weights).items()),
+            images=tuple((one.offset, one.pixels, one.height, one.width) for one in exchange.request.images),
         )  # fmt: skip
 
     def run(self) -> str:

@@ -128,6 +128,14 @@ EVENTS: dict[str, str] = {
     "return of counted tokens": "with penalties: its output is counted again",
     **{f"abort {state}": "" for state in STATES},
     "abort of all": "",
+    # pictures
+    "embeddings found": "of a picture that an earlier step has computed",
+    "embeddings computed again": "others have been given their rows",
+    "a chunk ends inside a picture": "",
+    "hit behind a picture": "a request finds a prefix with one on the device",
+    "load behind a picture": "or on the host",
+    "retraction with pictures": "",
+    "drafts behind a picture": "",
     # the rest
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
     "new weights with requests running": "which are computed again with these",
@@ -162,6 +170,7 @@ class Watch:
         self._has_replayed = False  # the latest decode step
         self._runs = 0  # requests, when the weights are replaced
         self._num_chunks: Counter[str] = Counter()
+        self._encoded: set[bytes] = set()
         if isinstance(device, VgpuDevice):
             around(device.gpu, "graph", after=lambda graph, *args: self._graphs.append(graph))
 
@@ -240,6 +249,10 @@ class Watch:
 
     def _extend(self, batch: StepBatch, reqs: Sequence[Req], replayed: list[str]) -> None:
         num_tokens = batch.num_prompt_tokens
+        self.note("embeddings found", not batch.encodes and any(one.image_rows is not None for one in batch.chunks))
+        encoded = {one.image.digest for one in batch.encodes}
+        self.note("embeddings computed again", encoded & self._encoded)
+        self._encoded |= encoded
         if replayed:
             full = _size(replayed[0]) == num_tokens
             self.note("piecewise replay" if full else "padded piecewise replay")
@@ -249,6 +262,8 @@ class Watch:
         for chunk, req in zip(batch.chunks, reqs, strict=True):
             self._num_chunks[req.rid] += 1
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
+            end = req.allocated_len
+            self.note("a chunk ends inside a picture", any(one.offset < end < one.end for one in req.images))
             self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
 
     def _sampled_early(self, *_: object) -> None:
@@ -296,6 +311,7 @@ class Watch:
         self._depth = depth
         longest = max(req.committed_len for req in reqs)
         self.note("drafts under a window", depth and self._window is not None and longest > self._window)
+        self.note("drafts behind a picture", depth and any(req.images for req in reqs))
         self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
 
     def _yields(self, req: Req, tokens: Sequence[int], *_: object) -> None:
@@ -327,6 +343,7 @@ class Watch:
         offloads = config.hicache is not None and config.server_args.retract_policy == "offload"
         self.note("retraction by pause" if self._scheduler.control.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
+        self.note("retraction with pictures", req.images)
         self.note("retracted twice", req.num_retractions == 1)
         self.note("retraction while speculating", req.num_verified)
 
@@ -350,6 +367,9 @@ class Watch:
     def _admits(self, req: Req, prefix: Prefix) -> None:
         match = prefix.match
         self.note("hit", match.num_tokens)
+        end = req.images[0].end if req.images else req.num_tokens
+        self.note("hit behind a picture", match.num_tokens >= end)
+        self.note("load behind a picture", match.num_host_tokens and match.num_tokens + match.num_host_tokens >= end)
         self.note("load with a draft", match.num_host_tokens and self._speculates)
         self.note("load in FP8", match.num_host_tokens and self._in_fp8)
         self.note("match of pages that are loading", match.loading)

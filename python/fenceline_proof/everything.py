@@ -30,6 +30,7 @@ from fenceline_proof.grammars import choose, load_grammars
 from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.persistent_attention import PERSISTENT
+from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers, trees
 from fenceline_proof.tiny_model import VOCAB_SIZE
@@ -329,6 +330,9 @@ def _everything(random: Random, arrangement: _Arrangement | None, engine: str) -
     if flags.get("model") == "sparse":  # only these attend to selected tokens
         chosen = [name for name in flags if name.endswith("attention_backend")]
         flags |= {name: REFERENCE for name in chosen if flags[name] != LAUNCHED}
+    if flags.get("model") == PICTURES:
+        scenario = with_pictures(replace(scenario, flags=flags), random)
+        flags = dict(scenario.flags)
     arrivals = scenario.arrivals
     if random.random() < 0.4:
         arrivals = _in_bodies(random, arrivals)
@@ -380,7 +384,7 @@ def _product(random: Random, arrangement: _Arrangement | None, engine: str) -> S
     if arrangement is not None:  # for events that rarely happen by chance
         piece = arrangement(script, page_size)
         flags: Flags = {**_flags(random, page_size, int(str(piece["max_running_requests"])), tiers=True), **of_engine}
-        return script.scenario(**_fitting({**_with_another_model(random, flags, 0.35), **piece}))
+        return script.scenario(**_fitting({**_with_another_model(random, flags, 0.5), **piece}))
     _requests(script)
     _control(script)
     flags = {**_flags(random, page_size, random.randint(2, 4)), **of_engine}
@@ -389,7 +393,7 @@ def _product(random: Random, arrangement: _Arrangement | None, engine: str) -> S
         keep_pause = random.random() < 0.3
         script.new_weights(random.randrange(2, 7), partly=0.6, keep_pause=keep_pause)
     else:
-        flags = _with_another_model(random, flags, 0.6)
+        flags = _with_another_model(random, flags, 0.8)
     if random.random() < 0.4:  # shorter parts of a prefix are not loaded from the host, but computed again
         flags = {**flags, "least_tokens": 3 * page_size}
     if random.random() < 0.2:  # as much memory as the running requests can use
@@ -414,7 +418,7 @@ def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
     attention that the engine asks for select no tokens, so that the sparse one comes with drafts."""
     if random.random() >= share:
         return flags
-    model = random.choice(("windows", "sparse", "experts"))
+    model = random.choice(("windows", "sparse", "experts", PICTURES, PICTURES))
     if "draft" not in flags:
         return {**flags, "model": "windows" if model == "sparse" else model}
     others = ("speculative_", "depth_seed")  # the other draft's

@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its mixtures of experts, Gemma 2's, GLM-5's with dense layers).
+(Qwen3's, those of its mixtures of experts, Gemma 2's, GLM-5's with dense layers, Qwen2.5-VL's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -33,6 +33,8 @@ _NEAR_TIE = 2e-6
 _TOP_P_SLACK = 1e-6  # the same for sums of probabilities
 _CHUNK = 256  # prompt tokens computed at once, which bounds the size of attention's scores
 _GREEDY_BELOW = 1e-6
+# How the tower's images are normalised, by channel.
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _M64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, splitmix64's step
 
@@ -59,6 +61,7 @@ class Query:
     pieces: tuple[bytes, ...] = ()  # of each id, for its grammar
     # (index, folder): from that output on, another checkpoint's weights; folder "" is the oracle's own.
     weights: tuple[tuple[int, str], ...] = ()
+    images: tuple[tuple[int, bytes, int, int], ...] = ()  # (place in the prompt, RGB pixels, height, width)
 
     @property
     def greedy(self) -> bool:
@@ -78,7 +81,7 @@ class Step:
 
 
 # The families that it knows. Gemma's layers have norms behind attention and MLP too, windows and soft caps.
-_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "glm_moe_dsa")
+_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "glm_moe_dsa", "qwen2_5_vl")
 
 
 class Model:
@@ -117,6 +120,9 @@ class Model:
         self.weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         self._frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
+        self.tower = config.get("vision_config", {})
+        sections = config.get("rope_scaling", {}).get("mrope_section", [])
+        self.axes = np.repeat(np.arange(len(sections)), sections)  # of each pair: time, row or column
         self.embedding = self.weights["model.embed_tokens.weight"]
         tied = config.get("tie_word_embeddings", False)
         self.head = self.embedding if tied else self.weights["lm_head.weight"]
@@ -159,10 +165,16 @@ class Model:
                 result[token] += share * self.gated(x[token], f"{name}.experts.{int(expert)}")
         return result
 
-    def rotate(self, x: F64, first: int) -> F64:
-        """Rotary positions ``first``, ``first + 1``, ... of x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
-        positions = np.arange(first, first + len(x), dtype=np.float32)
-        angles = (positions[:, None] * self._frequencies).astype(np.float64)[:, None, :]
+    def rotate(self, x: F64, first: int, places: npt.NDArray[np.int64] | None = None) -> F64:
+        """Rotary positions ``first``, ``first + 1``, ... of x [T, heads, head_dim]: pairs (i, i + head_dim / 2). Or of
+        each token the ``places`` [T, 3] in time, row and column, of which each pair takes one."""
+        positions = np.arange(first, first + len(x), dtype=np.float32)[:, None]
+        if places is not None:
+            positions = places[:, self.axes].astype(np.float32)
+        return self._turned(x, (positions * self._frequencies).astype(np.float64))
+
+    def _turned(self, x: F64, angles: F64) -> F64:
+        angles = angles[:, None, :]
         cos, sin = np.cos(angles), np.sin(angles)
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -172,6 +184,53 @@ class Model:
         before, rotated, after = np.split(x, [start, start + self.head_dim], axis=-1)
         halves = np.concatenate([rotated[..., ::2], rotated[..., 1::2]], axis=-1)
         return np.concatenate([before, self.rotate(halves, first), after], axis=-1)
+
+    def embed_image(self, pixels: bytes, height: int, width: int) -> F64:
+        """The tower's embeddings [N, hidden] of an image, row by row."""
+        side, merge, heads = self.tower["patch_size"], 2, self.tower["num_heads"]
+        rows, columns = height // side, width // side
+        values: F64 = (np.frombuffer(pixels, np.uint8).reshape(rows, side, columns, side, 3) / 255 - _MEAN) / _STD
+        squares = values.transpose(0, 2, 4, 1, 3).reshape(rows * columns, 3, 1, side * side)
+        patches = squares.repeat(2, axis=2).reshape(rows * columns, -1)  # two frames
+        kernel = self.weights["visual.patch_embed.proj.weight"]
+        x = patches @ kernel.reshape(len(kernel), -1).T
+        at = np.indices((rows, columns)).reshape(2, -1)
+        size = x.shape[1] // heads
+        steps = np.float32(1) / np.float32(10_000) ** (np.arange(0, size // 2, 2, dtype=np.float32) / (size // 2))
+        angles = np.concatenate([(axis[:, None] * steps).astype(np.float64) for axis in at], axis=1)
+        window = self.tower["window_size"] // side
+        windows = at[0] // window * columns + at[1] // window
+        apart = windows[:, None] != windows
+        for layer in range(self.tower["depth"]):
+            name = f"visual.blocks.{layer}"
+            qkv = self.linear(self.norm(x, f"{name}.norm1"), f"{name}.attn.qkv").reshape(len(x), 3, heads, size)
+            q, k, v = self._turned(qkv[:, 0], angles), self._turned(qkv[:, 1], angles), qkv[:, 2]
+            scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
+            if layer not in self.tower["fullatt_block_indexes"]:
+                scores[:, apart] = -np.inf
+            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            shares /= shares.sum(axis=-1, keepdims=True)
+            attended = np.einsum("hqk,khd->qhd", shares, v).reshape(len(x), -1)
+            x = x + self.linear(attended, f"{name}.attn.proj")
+            x = x + self.gated(self.norm(x, f"{name}.norm2"), f"{name}.mlp")
+        x = self.norm(x, "visual.merger.ln_q").reshape(rows // merge, merge, columns // merge, merge, -1)
+        x = self.linear(x.transpose(0, 2, 1, 3, 4).reshape(rows * columns // merge**2, -1), "visual.merger.mlp.0")
+        return self.linear(x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2, "visual.merger.mlp.2")
+
+    def places(self, query: Query) -> npt.NDArray[np.int64]:
+        """Where the prompt's tokens and the next one are, in time, row and column, [T + 1, 3]."""
+        found: list[tuple[int, int, int]] = []
+        images, following = {place: shape for place, _, *shape in query.images}, 0
+        while len(found) <= len(query.prompt):
+            height, width = images.get(len(found), (0, 0))
+            rows, columns = (side // self.tower["patch_size"] // 2 for side in (height, width))
+            found += [
+                (following, following + row, following + column) for row in range(rows) for column in range(columns)
+            ]
+            if not height:
+                found.append((following,) * 3)
+            following += max(rows, columns, 1)
+        return np.array(found)
 
     def logits(self, hidden: F64) -> F64:
         """[T, hidden] after the last layer → [T, V]."""
@@ -203,6 +262,8 @@ class Answer:
         self._keys: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._values: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._num_computed = 0
+        self._embedded = [(one[0], model.embed_image(*one[1:])) for one in self.query.images]
+        self._places = model.places(self.query) if len(model.axes) else None
         tokens = (*self.query.prompt, *self._tokens)
         hidden = [self._forward(tokens[start : start + _CHUNK]) for start in range(0, len(tokens), _CHUNK)]
         self._hidden = self._hidden or hidden
@@ -230,6 +291,9 @@ class Answer:
         """Hidden states [T, hidden] of the next ``tokens`` of the sequence."""
         model, first, num = self._model, self._num_computed, len(tokens)
         x = model.embedding[list(tokens)]
+        for place, embedded in self._embedded:
+            if first <= place < first + num:  # prompts with images are computed at once
+                x[place : place + len(embedded)] = embedded
         for layer in range(model.num_layers):
             name = f"model.layers.{layer}"
             h = model.norm(x, f"{name}.input_layernorm")
@@ -254,7 +318,8 @@ class Answer:
             q, k, v = self._from_latents(layer, h, name, first)
         else:
             q, k = heads("q", model.num_heads), heads("k", model.num_kv_heads)
-            q, k = model.rotate(q, first), model.rotate(k, first)
+            places = None if self._places is None else self._placed(self._places, first, num)
+            q, k = model.rotate(q, first, places), model.rotate(k, first, places)
             v = heads("v", model.num_kv_heads)
         self._keys[layer].append(self._kept(k))
         self._values[layer].append(self._kept(v))
@@ -277,6 +342,12 @@ class Answer:
         weights /= weights.sum(axis=-1, keepdims=True)
         out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(*grouped.shape[:3], -1).transpose(2, 0, 1, 3)
         return out.reshape(num, model.num_heads, -1)
+
+    @staticmethod
+    def _placed(places: npt.NDArray[np.int64], first: int, num: int) -> npt.NDArray[np.int64]:
+        """The places of tokens ``first`` to ``first + num - 1``, behind the known ones one after the other."""
+        behind = np.maximum(np.arange(first, first + num) - (len(places) - 1), 0)
+        return places[np.minimum(np.arange(first, first + num), len(places) - 1)] + behind[:, None]
 
     def _from_latents(self, layer: int, h: F64, name: str, first: int) -> tuple[F64, F64, F64]:
         """Queries, keys and values of latent attention. If the layer has an indexer, it selects the tokens."""

@@ -36,6 +36,7 @@ from fenceline_proof.bad_days import BadDays, order_calls
 from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.launched_attention import REFERENCE
 from fenceline_proof.oracle import Oracle
+from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import Flag, Flags, Scenario, Script
 from fenceline_proof.steps import STEP_S, make_config, setting_of
 from fenceline_proof.tiny_model import PLAIN, tiny_model_path
@@ -47,7 +48,7 @@ from fenceline_sim.threads import Channel, join_all
 NUM_RANKS = 2
 _GRAIN = Grain(capacity=1, vector_bytes=1 << 16)
 _MAX_STEPS = 2000
-_MODELS = ("odd", "windows", "experts", "experts", "sparse")
+_MODELS = ("odd", "windows", "experts", PICTURES, "sparse")
 _HOT = {"temperature": 4.0}  # at which every token of the vocabulary is drawn
 
 
@@ -57,7 +58,11 @@ def make_scenario(random: Random) -> Scenario:
     script = Script(random)
     _requests(script)
     flags = _flags(script)
-    return script.scenario(**flags, **_new_weights(script, flags))
+    return _illustrated(script.scenario(**flags, **_new_weights(script, flags)), random)
+
+
+def _illustrated(scenario: Scenario, random: Random) -> Scenario:
+    return with_pictures(scenario, random) if scenario.flags.get("model") == PICTURES else scenario
 
 
 def make_storage_scenario(random: Random) -> Scenario:
@@ -83,7 +88,8 @@ def make_storage_scenario(random: Random) -> Scenario:
     }
     if policy == "timeout":
         flags["hicache_storage_prefetch_timeout"] = random.choice((0.02, 0.1))
-    return script.scenario(**(flags if random.random() < 0.3 else with_storage_limits(random, flags)))
+    scenario = script.scenario(**(flags if random.random() < 0.3 else with_storage_limits(random, flags)))
+    return _illustrated(scenario, random)
 
 
 def _requests(script: Script, shortest: int = 8, longest: int = 14) -> Sequence[list[int]]:

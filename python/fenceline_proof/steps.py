@@ -14,6 +14,7 @@ import numpy as np
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.file_backend import FileBackend
@@ -54,6 +55,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     prefill, decode = (str(args.pop(f"{mode}_attention_backend", backend) or plain) for mode in ("prefill", "decode"))
     of_draft = args.pop("speculative_draft_attention_backend", None)
     model, least_tokens = str(args.pop("model", PLAIN)), args.pop("least_tokens", None)
+    embedding_rows = args.pop("embedding_rows", None)
     if draft is not None:
         algorithm, folder = tiny_draft(str(draft), model)
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
@@ -65,6 +67,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         config,
         prefill_attention_backend=prefill or config.prefill_attention_backend,
         decode_attention_backend=decode or config.decode_attention_backend,
+        num_embedding_rows=int(embedding_rows or config.num_embedding_rows),
     )
     if of_draft is not None and config.speculative is not None:
         config = replace(config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft)))
@@ -85,9 +88,9 @@ def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
-    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
-    is one of the tiny models. ``least_tokens``: shorter parts of a prefix are not taken from a lower tier. With
-    ``bad_days``, a seed, storage fails at random (``BadDays``)."""
+    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model`` is one of the tiny models,
+    and ``embedding_rows`` are those of its pool for pictures. ``least_tokens``: shorter parts of a prefix are not taken
+    from a lower tier. With ``bad_days``, a seed, storage fails at random (``BadDays``)."""
     flags = {"device": device, **flags}
     flags.pop("bad_days", None)
     if flags.pop("depth_seed", None) is not None:
@@ -236,10 +239,12 @@ class Loop:
             if outputs is not None:
                 outputs += out.output_ids
             if outputs is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
-                self._follow(self._follow_ups[out.rid], outputs)
+                self._follow(self._follow_ups[out.rid], outputs, self.transcript.exchanges[out.rid].request.images)
 
-    def _follow(self, turn: FollowUp, outputs: list[int]) -> None:
-        request = msgspec.structs.replace(turn.request, input_ids=id_array([*outputs, *turn.words]))
+    def _follow(self, turn: FollowUp, outputs: list[int], images: Sequence[ImageInput]) -> None:
+        new = [msgspec.structs.replace(one, offset=one.offset + len(outputs)) for one in turn.request.images]
+        tokens = id_array([*outputs, *turn.words])
+        request = msgspec.structs.replace(turn.request, input_ids=tokens, images=[*images, *new])
         self._arrive(Arrival(self.step_no + turn.pause, request))
 
     def to_tokenizer(self, message: Message) -> None:

@@ -97,6 +97,24 @@ _SPARSE = _LATENTS | {
     "index_topk": 6,
     "indexer_types": ["full", "shared"],
 }
+PLACEHOLDER, PICTURE_SIDE = 63, 4  # the token of an embedding, and the side of its square in pixels
+# Qwen2.5-VL's layers, and a tower whose first layer has windows.
+_PICTURES = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+    "image_token_id": PLACEHOLDER,
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": PICTURE_SIDE // 2,
+        "window_size": 2 * PICTURE_SIDE,
+        "fullatt_block_indexes": [1],
+    },
+}
 PLAIN = "plain"
 _MODELS = {
     PLAIN: _CONFIG,
@@ -106,6 +124,7 @@ _MODELS = {
     "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
     "latents": _CONFIG | _LATENTS,
     "sparse": _CONFIG | _SPARSE,
+    "pictures": _CONFIG | _PICTURES,
     # With one token more: a vocabulary that two ranks cannot halve.
     "odd": _CONFIG | {"vocab_size": VOCAB_SIZE + 1},
 }
@@ -154,10 +173,10 @@ def tiny_model_path(name: str = PLAIN) -> str:
 
 
 @lru_cache
-def tiny_weights(number: int) -> str:
+def tiny_weights(number: int, model: str = PLAIN) -> str:
     """The folder of another checkpoint of the model; its weights are others for each ``number`` from 1 on."""
-    folder = _folder(f"weights-{number}", _CONFIG)
-    tensors = load_file(Path(tiny_model_path()) / "model.safetensors")
+    folder = _folder(f"weights-{number}", _MODELS[model])
+    tensors = load_file(Path(tiny_model_path(model)) / "model.safetensors")
     generator = torch.Generator().manual_seed(20 + number)
     for tensor in tensors.values():
         tensor += 0.2 * torch.randn(tensor.shape, generator=generator)

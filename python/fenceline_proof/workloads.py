@@ -26,6 +26,7 @@ from fenceline_proof.flashinfer_library import FLASHINFER, PLANNED
 from fenceline_proof.grammars import GRAMMARS
 from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
+from fenceline_proof.pictures import FIRST_PICTURE, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, PIECES, Arrival, Flags, Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import SPECULATIVE_WORKLOADS, chains_of_models, trees_under_windows
 from fenceline_proof.tiny_model import VOCAB_SIZE
@@ -248,6 +249,37 @@ def _sparse(random: Random) -> Scenario:
     return replace(scenario, flags={**scenario.flags, **drafts, **between, **ours})
 
 
+def _pictures(random: Random) -> Scenario:
+    """Prompts with pictures that fill the pool of embeddings, in chunks that end inside them, as prefixes on all tiers,
+    retracted, with other weights, beside drafts, and in pieces."""
+    kinds = *_OF_ATTENTION, _prefixes, _bursts, _new_weights
+    kinds += tuple(one.make for one in HICACHE_WORKLOADS if one.name in ("conversations", "storage"))
+    scenario = random.choice(kinds)(random)
+    drafts = chains_of_models(random) if random.random() < 0.4 else {}
+    between = PIECES if random.random() < 0.4 else {}
+    flags = {**scenario.flags, **drafts, **between}
+    if "hicache_storage_backend" not in flags:  # there all is aborted soon
+        flags["chunked_prefill_size"] = 8 if between else random.choice((4, 8))
+    return with_pictures(replace(scenario, flags=flags), random)
+
+
+def _stored_pictures(random: Random) -> Scenario:
+    """Prompts whose pages storage alone has when some come back, and the same texts with nearly equal pictures."""
+    script = Script(random)
+    families = [[*script.prompt(1, 3), FIRST_PICTURE + 3 * index, *script.prompt(4, 8)] for index in range(2)]
+    for turn in range(8):
+        script.add(3 * turn + 15 * (turn > 3), families[turn // 2 % 2] + script.prompt(1, 3), random.randint(1, 4))
+    script.send(24, AbortReq(abort_all=True))
+    script.send(24, FlushCacheReq(id="flush"))
+    scenario = script.scenario(
+        (64, 2, random.choice((8, 16))),
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+        **{**tier_flags(random, hicache_ratio=2.0), "page_size": 2, "hicache_write_policy": "write_through"},
+    )
+    return with_pictures(scenario, random)
+
+
 def _windows(random: Random) -> Scenario:
     """Layers that read what lies in their window and layers that read all, by three kinds of attention, some of them
     between the pieces of a graph; in half of the runs drafts are verified, of a model whose layers are as the target's,
@@ -329,6 +361,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
+        Workload("pictures", "prompts with pictures, whose embeddings never stay long", _pictures, share=3),
+        Workload("stored_pictures", "pictures in storage, and nearly equal ones in prompts", _stored_pictures),
         Workload("sparse", "F20: layers that attend to selected tokens", _sparse, share=3),
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),

@@ -332,7 +332,9 @@ class SpeculativeTags(Tags):
 
     def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
         if batch.is_decode:
-            return SpeculativeStep(self, seqs, self._runner, self._shapes[batch.depth.depth])
+            step = SpeculativeStep(self, seqs, self._runner, self._shapes[batch.depth.depth])
+            step.images = self._images_of(seqs, batch)
+            return step
         return super()._purpose(seqs, batch)
 
 

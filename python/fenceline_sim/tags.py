@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.kernels.accesses import list_attention
 from fenceline.mem_cache.transfer import TransferKind
@@ -39,6 +40,7 @@ from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline_sim.errors import CheckError, FootprintError, TagError
 from fenceline_sim.gpu import VirtualGpu
+from fenceline_sim.image_tags import ImageSeq, ImageTags, StepImages
 from fenceline_sim.layout import Layout, layout_of
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.ownership import Leases
@@ -104,9 +106,15 @@ class Account:
     """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
 
     def __init__(
-        self, source: TokenizedGenerateReq, token_ids: Iterable[int], prefixes: Prefixes, weights: str = ""
+        self,
+        source: TokenizedGenerateReq,
+        token_ids: Iterable[int],
+        prefixes: Prefixes,
+        weights: str = "",
+        images: Sequence[ImageInput] = (),
     ) -> None:
         self.source = source  # kept, so that no other object has the same id()
+        self.images = images
         self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
         self.name += f" with {weights}" if weights else ""
         self._prefixes = prefixes
@@ -240,8 +248,9 @@ class Seq:
 class Step:
     """The purpose of a step's operations."""
 
-    def __init__(self, tags: Tags, seqs: Sequence[Seq], decodes: bool) -> None:
+    def __init__(self, tags: Tags, seqs: Sequence[Seq], decodes: bool, images: StepImages | None = None) -> None:
         self._tags = tags
+        self.images = images
         self.seqs = seqs
         self._decodes = decodes
         self._kind = "decode step" if decodes else "prefill step"
@@ -271,6 +280,8 @@ class Step:
                 self._enter_pages(op, access)
             elif writes and access.tag is tags.last_tokens:
                 self._sample(op, access)
+            elif self.images is not None:
+                self.images.ran(op, access, writes)
 
     def _prefixes(self, seq: Seq, part: int) -> I64:
         """The prefixes on which its tokens' slots of ``part`` depend; all steps before this one have sampled, and where
@@ -612,6 +623,10 @@ class Tags:
         self.rows = Leases(gpu, req_pool.rows, self.add, whole)
         self.page_table, self.table_layout = memory_of(req_pool.page_table)
         self.last_tokens, self.last_layout = memory_of(req_pool.last_tokens)
+        self.images = None
+        if runner.parts.embeddings is not None and req_pool.position_deltas is not None:
+            pool_tag, _ = memory_of(runner.parts.embeddings.rows)
+            self.images = ImageTags(pool_tag, memory_of(req_pool.position_deltas), self.report)
         self._gpu = gpu
         self.page_size = pool.page_size
         self._accounts: dict[int, Account] = {}
@@ -705,7 +720,13 @@ class Tags:
             self._submitted.declare(accessed, written)
 
     def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
-        return Step(self, seqs, decodes=batch.is_decode)
+        return Step(self, seqs, batch.is_decode, self._images_of(seqs, batch))
+
+    def _images_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepImages | None:
+        if self.images is None:
+            return None
+        parts = [ImageSeq(one.account.name, one.row, one.first, one.length, one.account.images) for one in seqs]
+        return StepImages(self.images, parts, batch, self._weights)
 
     @contextmanager
     def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:
@@ -748,6 +769,7 @@ class Tags:
                 end = self.prefixes.root(self._tree.namespace(node), self._weights)
             numbers = []
             for token in node.tokens.tolist():
+                token = token if self.images is None else self.images.token_of(token, self._tree.images)
                 end = self.prefixes.then(end, token, "a prefix in the tree")
                 numbers.append(end)
             ends[node] = numbers[node.num_pages * size - 1]
@@ -778,9 +800,9 @@ class Tags:
     def _account(self, req: Req) -> Account:
         account = self._accounts.get(id(req.source))
         if account is None:
-            account = self._accounts[id(req.source)] = Account(
-                req.source, req.token_ids().tolist(), self.prefixes, self._weights
-            )
+            tokens = req.token_ids().tolist() if self.images is None else self.images.tokens_of(req)
+            account = Account(req.source, tokens, self.prefixes, self._weights, req.images)
+            self._accounts[id(req.source)] = account
         return account
 
     def weights_replaced(self, weights: NewWeights) -> None:
@@ -889,9 +911,10 @@ class Tags:
         end, part = divmod(int(tag), self.num_parts)
         return f"{self.prefixes.describe(end)}, {self.part_names[part]}"
 
-    def report(self, op: Operation, memory: str, text: str) -> None:
-        """Add an error of ``memory``; the last words of ``text`` are about ``op``."""
-        self.add(TagError(f"tags: {text} {who(op)}", "", memory, (str(op.place),), op.seq))
+    def report(self, op: Operation, memory: str, text: str, guard: str = "") -> None:
+        """Add an error of ``memory``; the last words of ``text`` are about ``op``. ``guard``: what is missing."""
+        missing = f"\n  missing guard: {guard}" if guard else ""
+        self.add(TagError(f"tags: {text} {who(op)}{missing}", guard, memory, (str(op.place),), op.seq))
 
     def add(self, error: CheckError) -> None:
         """Raise ``error``; without the detector keep it, for a report of wrong tokens."""

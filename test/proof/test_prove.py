@@ -78,9 +78,12 @@ SEEN_FIRST = {
     "forward_after_schedule@InputRing.upload": 3,
     "forward_after_store": 1,
     "growth_stop": 9,
+    "image_keys": 11,
+    "image_names": 3,
     "load_after_store": 1,
     "own_results": 25,
     "retired_after": 1,
+    "row_delta": 2,
     "staging_reuse@InputRing.upload": 3,
 }
 

@@ -8,7 +8,7 @@ outlive them in storage, whose keys are made from the digests themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,9 @@ class ImageKeys:
     at 200 bytes each. An image that has been forgotten and comes again gets another number, so that its old pages are
     not found, and those of them that have no name in storage yet get none."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_tree: Callable[[bytes], bytes] = bytes, in_names: Callable[[bytes], bytes] = bytes) -> None:
+        """What tells digests apart in the tree and in the names of storage: the digests themselves."""
+        self._in_tree, self._in_names = in_tree, in_names
         self.most_known = _MOST_KNOWN
         self._numbers: dict[bytes, int] = {}  # least recently used first
         self._digests: dict[int, bytes] = {}
@@ -39,7 +41,7 @@ class ImageKeys:
         keys = token_ids
         for image in images:
             keys = keys.copy() if keys is token_ids else keys
-            keys[image.offset : image.end] = self._number(image.digest)
+            keys[image.offset : image.end] = self._number(self._in_tree(image.digest))
         return keys
 
     def _number(self, digest: bytes) -> int:
@@ -67,4 +69,4 @@ class ImageKeys:
         local = keys.astype("<i4")
         for index, number in enumerate(found, start=1):
             local[keys == number] = -index
-        return local.tobytes() + b"".join(self._digests[number] for number in found)
+        return local.tobytes() + b"".join(self._in_names(self._digests[number]) for number in found)

@@ -12,6 +12,7 @@ from fenceline.memory_order.guards import (
     Best,
     Selecting,
     comparison,
+    encoded_first,
     exchanges_shares,
     hidden_copy,
     loaded_parts,
@@ -21,10 +22,13 @@ from fenceline.memory_order.guards import (
     page_leases,
     rank_consensus,
     selecting,
+    step_embeddings,
     step_table,
     tokens_in_flight,
+    told_by,
     tree_slots,
     weight_write,
+    write_deltas,
 )
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, MaskTable, ResultLease, ResultRing
@@ -60,6 +64,7 @@ __all__ = [
     "Selecting",
     "Stream",
     "comparison",
+    "encoded_first",
     "exchanges_shares",
     "hidden_copy",
     "loaded_parts",
@@ -71,11 +76,14 @@ __all__ = [
     "rank_consensus",
     "register_device",
     "selecting",
+    "step_embeddings",
     "step_table",
     "tokens_in_flight",
+    "told_by",
     "tree_slots",
     "wait_for_pages",
     "weight_write",
+    "write_deltas",
 ]
 
 DeviceFactory = Callable[[frozenset[str]], Device]

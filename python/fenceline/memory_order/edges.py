@@ -372,6 +372,17 @@ RANK_RESULTS = _guard(
 ENDED_ON_ALL = _guard(
     "ended_on_all", "decisions by transfers between device and host: one has ended when it has on all ranks", "F19"
 )
+ENCODED_FIRST = _guard(
+    "encoded_first", "embeddings of images: they are written before the layers of the step that reads them"
+)
+STEP_IMAGES = _guard(
+    "step_images", "the rows of embeddings that a step reads: no other image of the same step is given them", "F3"
+)
+IMAGE_KEYS = _guard("image_keys", "prefixes with images, on device and host: their keys tell images apart")
+IMAGE_NAMES = _guard("image_names", "pages with images in storage: their names tell images apart")
+ROW_DELTA = _guard(
+    "row_delta", "positions behind images: a row's delta is that of its request, not of its last owner", "F13"
+)
 NEW_WEIGHTS = _guard("new_weights", "the weights that a step in flight reads: they are replaced on FORWARD, after it")
 OLD_KV = _guard("old_kv", "requests from keys and values of weights that have been replaced: every tier forgets them")
 

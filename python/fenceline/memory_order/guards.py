@@ -21,6 +21,7 @@ from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import (
     ALL_SHARES,
     ARENA_PAD,
+    ENCODED_FIRST,
     IN_FLIGHT,
     KEPT_HIDDEN,
     MOVED_NODES,
@@ -29,7 +30,9 @@ from fenceline.memory_order.edges import (
     OWN_COPY,
     PLAN_SOURCE,
     RETIRED_AFTER,
+    ROW_DELTA,
     SINK,
+    STEP_IMAGES,
     STEP_SELECTION,
     STEP_SLOTS,
     TIE_ORDER,
@@ -236,6 +239,43 @@ class _Delayed:
     def __call__(self, layer: int, made: Any) -> Any:
         before, self._last[layer] = self._last.get(layer, made), made
         return before
+
+
+# --- images -------------------------------------------------------------------------------------------
+
+
+def encoded_first(device: Device, encode: Callable[[], None], read: Callable[[], T]) -> T:
+    """Guard ``encoded_first``: ``encode`` writes the embeddings of a step's new images, then ``read`` computes the
+    layers that read them, both on the current stream; returns what ``read`` does. Severed, they are written after."""
+    if device.keeps(ENCODED_FIRST):
+        encode()
+        return read()
+    result = read()
+    encode()
+    return result
+
+
+def step_embeddings(device: Device, num_rows: int) -> int:
+    """Guard ``step_images``: how many embeddings the images of one step may have in all: the ``num_rows`` of the pool.
+    Severed, any number, so that rows of an image that the step reads are given to another one."""
+    return num_rows if device.keeps(STEP_IMAGES) else 1 << 30
+
+
+def told_by(device: Device, guard: Guard) -> Callable[[bytes], bytes]:
+    """``guard``, ``image_keys`` or ``image_names``: what tells images apart: their digest. Severed, nothing does."""
+    return bytes if device.keeps(guard) else _nothing
+
+
+def _nothing(_digest: bytes) -> bytes:
+    return b""
+
+
+def write_deltas(device: Device, kept: torch.Tensor, rows: torch.Tensor, deltas: torch.Tensor) -> None:
+    """Guard ``row_delta``: ``kept[rows] = deltas`` [n] of a prefill step's requests, on the current stream. Severed,
+    requests whose images move no position leave the delta that is there."""
+    if not device.keeps(ROW_DELTA):
+        deltas = torch.where(deltas == 0, kept.index_select(0, rows), deltas)
+    kept.index_copy_(0, rows, deltas)
 
 
 # --- weights -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fenceline.layers.attention.base import plan_extend
 from fenceline.layers.forward_batch import SINK_ROW, AttentionInputs, ForwardBatch, ForwardMode, ImageRows
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_tags import Visited, When
+from fenceline.memory_order import encoded_first, write_deltas
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.decode_runner import Arrays, Logits, Views
 from fenceline.model_executor.drafts import Extended
@@ -73,7 +74,10 @@ class ExtendRunner:
         speculative = self._speculative
         attention = _extend_attention(batch, views, self._parts.req_pool.page_table)
         self._begin_penalties(batch, views)
-        self._encode(batch, views)
+        if "position_deltas" in views:
+            deltas = self._parts.req_pool.position_deltas
+            assert deltas is not None, "only a model whose images move positions has deltas"
+            write_deltas(self._parts.device, deltas, views["rows"], views["position_deltas"])
         if not batch.loads:
             self._visit_pages(views, When.BEFORE)
         forward_batch = ForwardBatch(
@@ -89,7 +93,8 @@ class ExtendRunner:
             images=self._image_rows(views),
         )
         layers = self.graphs or self._parts.model
-        x = layers.hidden_states(forward_batch)
+        encode = partial(self._encode, batch, views)
+        x = encoded_first(self._parts.device, encode, partial(layers.hidden_states, forward_batch))
         values = self._parts.model.own_logits(x, forward_batch)
         self._visit_pages(views, When.AFTER)
         extended = None
@@ -119,11 +124,7 @@ class ExtendRunner:
         )
 
     def _encode(self, batch: StepBatch, views: Views) -> None:
-        """Write the deltas of the step's requests, and the embeddings of its new images, one after the other."""
-        if "position_deltas" in views:
-            deltas = self._parts.req_pool.position_deltas
-            assert deltas is not None, "only a model whose images move positions has deltas"
-            deltas.index_copy_(0, views["rows"], views["position_deltas"])
+        """Write the embeddings of the step's new images, one after the other."""
         for index, encode in enumerate(batch.encodes):
             assert self._vision is not None and self._parts.embeddings is not None, "there is a tower"
             windows = self._vision.order(encode.image.grid).windows

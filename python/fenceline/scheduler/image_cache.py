@@ -53,7 +53,7 @@ class ImageCache:
         that one step computes all of them that are not cached. ``most_computed``: embeddings that one step computes,
         apart from those of a single larger image, so that requests beside it do not wait for many images; None: any
         number."""
-        self.num_rows = num_rows
+        self.most_in_step = num_rows  # embeddings of the images that one step reads
         self.rows = LeasePool("image embeddings", num_rows + 1, reserved=min(num_rows, 1))
         self._has_axes, self._sees_whole, self._most_computed = has_axes, sees_whole, most_computed
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
@@ -77,7 +77,7 @@ class ImageCache:
                     num_computed += image.num_tokens
                     if not is_first and self._most_computed is not None and num_computed > self._most_computed:
                         return max(image.offset - start, 0)
-            if num_used > self.num_rows:
+            if num_used > self.most_in_step:
                 return max(image.offset - start, 0)
             if self._sees_whole and start + size < image.end:
                 size = image.offset - start if image.offset > start else image.end - start
@@ -146,7 +146,7 @@ class ImageCache:
 
     def _alloc(self, step: StepImages, size: int) -> I32:
         while self.rows.num_free < size:
-            self._evict(next(digest for digest in self._entries if digest not in step.used))
+            self._evict(next(iter(self._entries)))  # none of the step's: those are the latest, and there is room
         leased = self.rows.alloc(size)
         assert leased is not None, f"{size} rows were promised, {self.rows.num_free} are free"
         step.after = step.after.join(leased[1])

@@ -18,10 +18,11 @@ import numpy.typing as npt
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import CachedTokensDetails
 from fenceline.mem_cache.hicache import HiCache, OffloadedTail, StorageTier
+from fenceline.mem_cache.image_keys import ImageKeys
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
-from fenceline.memory_order import LeasePool, Points, comparison
-from fenceline.memory_order.edges import QUEUED_MATCH
+from fenceline.memory_order import LeasePool, Points, comparison, step_embeddings, told_by
+from fenceline.memory_order.edges import IMAGE_KEYS, IMAGE_NAMES, QUEUED_MATCH
 from fenceline.memory_order.relocation import RelocationClock
 from fenceline.model_executor.step import Completions, PageWrites, StepBatch, Worker
 from fenceline.scheduler.image_cache import ImageCache
@@ -477,8 +478,10 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         tiers = HiCache(pages, worker.hicache, config, worker.storage)
         tree = tiers.tree
     num_rows_behind = 0 if draft is None else draft.num_rows_behind
+    tree.images = ImageKeys(told_by(worker.device, IMAGE_KEYS), told_by(worker.device, IMAGE_NAMES))
     vision = config.model.vision
     sees_whole = vision is not None and vision.sees_whole
     has_axes, most_computed = bool(config.model.rope_axes), config.chunked_prefill_size
     images = ImageCache(config.num_embedding_rows, has_axes, sees_whole, most_computed)
+    images.most_in_step = step_embeddings(worker.device, images.most_in_step)
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images)
