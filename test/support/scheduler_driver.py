@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from token_worker import VOCAB_SIZE, TokenTransfers, TokenWorker, next_token
+from token_worker import VOCAB_SIZE, TokenTransfers, TokenWorker, embeddings_of, next_token
 
 import fenceline
 from fenceline.config.engine_config import EngineConfig, resolve
@@ -191,6 +191,8 @@ def expected_output(req: TokenizedGenerateReq, capacity: int, eos: int = 0) -> l
     """The expected output of ``req``, computed alone."""
     params = req.sampling_params
     history, output = list(req.input_ids), []
+    for image in req.images:
+        history[image.offset : image.end] = embeddings_of(image)
     assert params.seed is not None
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {eos})
     for _ in range(min(params.max_new_tokens, capacity - len(req.input_ids))):

@@ -1,9 +1,9 @@
 """A worker without a model whose "KV" is the tokens themselves, so that one wrong page leads to a wrong output.
 
-Every slot of its pool stores the token whose KV it would hold. The next token is a hash of the request's
-whole history *as read back through the page table*, so a page that is lost, shared wrongly or overwritten leads to
-another token. Steps run only when their result is waited for, as on a device that is always behind the host. Pages and
-rows that a batch gets must come with the Points of their last users.
+Every slot of its pool stores the token whose KV it would hold, or the embedding that it has read for a token of an
+image. The next token is a hash of the request's whole history *as read back through the page table*, so a page that is
+lost, shared wrongly or overwritten leads to another token. Steps run only when their result is waited for, as on a
+device that is always behind the host. Pages and rows that a batch gets must come with the Points of their last users.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from recording_device import LaggingStream
 
+from fenceline.images.image_input import ImageInput
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
@@ -40,6 +41,11 @@ _REJECTED = -2  # not a token: a step that reads it produces an unexpected outpu
 def next_token(history: list[int], seed: int) -> int:
     """The reference: the token after ``history``, a function of only the history and a sampling seed."""
     return zlib.crc32(np.array([seed, *history], dtype=np.int64).tobytes()) % VOCAB_SIZE
+
+
+def embeddings_of(image: ImageInput) -> list[int]:
+    """Those of its tokens: numbers that are no tokens, others for each digest."""
+    return [VOCAB_SIZE + zlib.crc32(image.digest + bytes([token])) for token in range(image.num_tokens)]
 
 
 class TokenResult:
@@ -139,6 +145,7 @@ class TokenWorker:
         self.is_quick: Callable[[], bool] = lambda: False
         self.num_steps = 0
         self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
+        self.embeddings = np.full(1 << 10, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
         self.num_run = 0  # steps that have run; the host knows about those whose results it has waited for
         self._composition: tuple[int, np.ndarray, np.ndarray] | None = None
@@ -204,6 +211,8 @@ class TokenWorker:
 
     def _extend(self, batch: StepBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
+        for encode in batch.encodes:
+            self.embeddings[encode.rows] = embeddings_of(encode.image)
         tokens, scored, samplings = [], [], iter(batch.sampling)
         columns = (batch.rows, batch.starts, batch.seq_lens, batch.samples)
         rows = zip(*(column.tolist() for column in columns), batch.chunks, strict=True)
@@ -211,6 +220,8 @@ class TokenWorker:
             slots = [self._slot(row, p) for p in range(start, length)]
             assert slots == chunk.out_slots.tolist()
             self.slots[slots] = chunk.token_ids
+            if chunk.image_rows is not None:
+                self.slots[slots] = np.where(chunk.image_rows, self.embeddings[chunk.image_rows], chunk.token_ids)
             self._lens[row] = length
             if samples:
                 token = next_token(self._history(row, length), next(samplings).seed)
