@@ -45,6 +45,7 @@ class NullModel:
     nbytes = 0
     num_layers = 1
     attention_rules: Mapping[int, object] = {}
+    vision = None
 
     def __init__(self, vocab_size: int, num_rows: int) -> None:
         self.context = SimpleNamespace(shard=Shard(), dtype=torch.float32)
