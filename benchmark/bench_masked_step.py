@@ -151,6 +151,7 @@ class NullModel:
     num_layers = 1
     num_heads = 1
     attention_rules: Mapping[int, object] = {}
+    vision = None
 
     def __init__(self, num_rows: int) -> None:
         self.context = SimpleNamespace(shard=Shard(), dtype=torch.bfloat16)
