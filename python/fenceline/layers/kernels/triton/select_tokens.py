@@ -182,10 +182,14 @@ def _score_kernel(
         q = q.to(tl.float16)
     weight = tl.load(weights + own * HEADS + heads, mask=heads < HEADS, other=0.0)
     table = page_table + tl.load(rows + query // NUM_QUERIES) * table_stride
-    for block in tl.range(tl.program_id(1), (end + BLOCK - 1) // BLOCK, tl.num_programs(1)):
-        positions = block * BLOCK + tl.arange(0, BLOCK)
-        live = positions < end
-        slots = _slots(table, positions, live, PAGE_SIZE)
+    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = positions < end
+    slots = _slots(table, positions, live, PAGE_SIZE)
+    for _ in tl.range(tl.program_id(1), (end + BLOCK - 1) // BLOCK, tl.num_programs(1)):
+        # So no copy of keys waits for a page's number: see ``decode_attention.token_slots``.
+        following = positions + tl.num_programs(1) * BLOCK
+        next_live = following < end
+        next_slots = _slots(table, following, next_live, PAGE_SIZE)
         wanted = live[:, None] & (dims < DIM)[None, :]
         k = converted(tl.load(cache_rows + slots[:, None] * ROW + dims[None, :], mask=wanted, other=0.0), q)
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
@@ -198,6 +202,7 @@ def _score_kernel(
         if TREE:
             found = tl.where(_sees(positions, end, start, path, TREE), found, 0)
         tl.store(keys + own * num_blocks * BLOCK + positions, found, mask=live)
+        positions, live, slots = following, next_live, next_slots
 
 
 @triton.jit(do_not_specialize=["first", "num_units", "table_stride"])
