@@ -9,16 +9,20 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_scheduler import Seed
+from hostile_images import data_url, picture, png, written
 from live_server import LiveServer, scheduler_state, wait_for
+from vision_server import save_vision_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the extra 'test' is not installed: no playwright")
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** `code`"
+DOT = written(picture(8, 8), "GIF")
 OpenPage = Callable[..., Any]
 
 
@@ -97,6 +101,13 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def tiers() -> Iterator[LiveServer]:
     """A server whose scheduler always tells the same of graphs and tiers."""
     with LiveServer.fake("--enable-hierarchical-cache") as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    model = save_vision_model(tmp_path_factory.mktemp("vision"))
+    with LiveServer.real("--model-path", str(model), "--device", "cpu") as server:
         yield server.wait_ready()
 
 
@@ -397,6 +408,134 @@ def test_an_error_is_shown_and_can_be_tried_again(echo: LiveServer, open_page: O
     page.get_by_role("button", name="Try again").click()
     page.locator(".meta").filter(has_text="2 tokens").wait_for()
     assert page.get_by_role("alert").count() == 0
+
+
+def sent_by(page: Any) -> list[dict[str, Any]]:
+    """The bodies of the chat's requests, as they are sent."""
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: request.method == "POST" and sent.append(request.post_data_json))
+    return sent
+
+
+def remove_buttons(page: Any) -> Any:
+    return page.get_by_role("list", name="Images to send").get_by_role("button")
+
+
+def test_images_are_chosen_pasted_dropped_and_sent(vision: LiveServer, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(vision)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    sent = sent_by(page)
+    chosen = [tmp_path / "one.png", tmp_path / "two.webp"]
+    for file in chosen:
+        file.write_bytes(written(picture(60, 40), file.suffix[1:].upper()))
+    # By keyboard alone: two are chosen, the first is removed again.
+    button = page.get_by_role("button", name="Add images")
+    button.wait_for()
+    page.get_by_label("Message").focus()
+    page.keyboard.press("Shift+Tab")
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Enter")
+    assert chooser.value.is_multiple()
+    chooser.value.set_files(chosen)
+    page.get_by_role("img", name="image 2, two.webp").wait_for()
+    assert page.evaluate("document.activeElement.id") == "text"
+    for _ in range(3):
+        page.keyboard.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Remove image 1, one.png"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Remove image 1, two.webp"
+    # Pasted from the clipboard. Cells of a table, which come with a picture of them, stay a text.
+    cells = """(data) => {
+        for (const type of ["text/plain", "text/html"]) data.setData(type, "1");
+        return document.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, cancelable: true }));
+    }"""
+    assert page.evaluate(cells, dropped(page)) is True
+    page.get_by_label("Message").focus()
+    page.evaluate(
+        """async (url) => {
+            const blob = await new Promise((done) => {
+                const image = new Image();
+                image.onload = () => {
+                    const canvas = document.createElement("canvas");
+                    canvas.getContext("2d").drawImage(image, 0, 0);
+                    canvas.toBlob(done);
+                };
+                image.src = url;
+            });
+            await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
+        }""",
+        data_url(written(picture(30, 30), "PNG")),
+    )
+    page.keyboard.press("ControlOrMeta+v")
+    remove_buttons(page).nth(1).wait_for()
+    # Dropped, with a file that is no image.
+    page.locator("#composer").dispatch_event("drop", {"dataTransfer": dropped(page)})
+    page.get_by_role("alert").filter(has_text="notes.txt is not a PNG, JPEG, WebP or GIF image.").wait_for()
+    remove_buttons(page).nth(2).wait_for()
+
+    say(page, "What is it?", temperature=0, max_tokens=8)
+    page.locator(".meta").filter(has_text="8 tokens").wait_for()
+    assert remove_buttons(page).count() == 0 and page.get_by_role("alert").count() == 0
+    [asked] = sent[0]["messages"]
+    urls = [part["image_url"]["url"] for part in asked["content"][:3]]
+    assert asked["content"][3:] == [{"type": "text", "text": "What is it?"}]
+    assert urls[0] == data_url(chosen[1].read_bytes(), "image/webp") and urls[2] == data_url(DOT, "image/gif")
+    shown = page.locator(".message.user").get_by_role("img")
+    assert shown.evaluate_all("images => images.map((image) => image.src)") == urls
+    assert shown.evaluate_all("images => images.every((image) => image.naturalWidth > 0)")
+    # The model's answer is that to the same request of any client, the next turn has the images too.
+    with vision.client() as client:
+        body = sent[0] | {"stream": False, "stream_options": None}
+        said = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    page.get_by_role("button", name="Copy the answer").click()
+    page.get_by_text("Copied", exact=True).wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == said != ""
+    page.reload()
+    assert shown.count() == 3, "a reload keeps them"
+    say(page, "And then?")
+    page.locator(".message.assistant .meta").nth(1).wait_for()
+    assert sent[-1]["messages"][0] == asked and len(sent[-1]["messages"]) == 3
+
+
+def dropped(page: Any) -> Any:
+    return page.evaluate_handle(
+        """(bytes) => {
+            const data = new DataTransfer();
+            data.items.add(new File(["text"], "notes.txt", { type: "text/plain" }));
+            data.items.add(new File([new Uint8Array(bytes)], "dot.gif", { type: "image/gif" }));
+            return data;
+        }""",
+        list(DOT),
+    )
+
+
+def test_refused_images_can_be_taken_back(vision: LiveServer, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(vision, expected="400")
+    sent = sent_by(page)
+    large, bomb = tmp_path / "large.jpg", tmp_path / "bomb.png"
+    with large.open("wb") as file:
+        file.truncate((32 << 20) + 1)
+    bomb.write_bytes(png(10_000, 10_000))
+    page.locator("#image-files").set_input_files([large, bomb])
+    page.get_by_role("alert").filter(has_text="large.jpg has more than the 32 MiB that the server takes.").wait_for()
+    remove_buttons(page).wait_for()
+    say(page, "What is it?", max_tokens=4)
+    page.get_by_role("alert").filter(has_text="messages[0].content[0]: it has 10000x10000 pixels").wait_for()
+    page.get_by_role("button", name="Edit the question").click()
+    assert page.locator(".message").count() == 0 and page.get_by_role("alert").count() == 0
+    assert page.get_by_label("Message").input_value() == "What is it?"
+    page.get_by_role("button", name="Remove image 1").click()
+    page.keyboard.press("Enter")
+    page.locator(".meta").filter(has_text="4 tokens").wait_for()
+    assert sent[-1]["messages"] == [{"role": "user", "content": "What is it?"}]
+
+
+def test_a_model_that_reads_text_is_offered_no_images(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    page.get_by_role("status").filter(has_text="Serving").wait_for()
+    assert not page.get_by_role("button", name="Add images").is_visible()
+    taken = "(data) => !document.dispatchEvent(new DragEvent('drop', { dataTransfer: data, cancelable: true }))"
+    assert page.evaluate(taken, dropped(page)) is False and remove_buttons(page).count() == 0
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.access import for_clients
 from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.images.header import MAX_BYTES
 from fenceline.version import __version__
 
 LIVE_STATE_PATH = "/live_state"
@@ -34,6 +35,8 @@ class LiveState:
             "version": __version__,
             "max_running_requests": config.max_running_requests,
             "context_length": config.model.context_length,
+            "has_image_understanding": config.images is not None,
+            "max_image_bytes": MAX_BYTES,
             "records_steps": config.server_args.flight_recorder_steps > 0,
         }
         self._latest = b""

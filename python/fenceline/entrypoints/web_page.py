@@ -23,15 +23,16 @@ _FILES = {
     **{
         f"/web/{name}": name
         for name in (
-            "style.css", "icon.svg", "app.js", "api.js", "chat.js", "copy.js", "markdown.js", "server.js",
-            "timeline.js",
+            "style.css", "icon.svg", "app.js", "api.js", "chat.js", "copy.js", "images.js", "markdown.js",
+            "server.js", "timeline.js",
         )
     },
 }  # fmt: skip
 PAGE_PATHS = frozenset(_FILES)
 _HEADERS = {
     # Nothing from other sites, nothing inline: if a text of the model became markup by mistake, it could do nothing.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+    # Only images may be data: the page shows those that a person adds.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

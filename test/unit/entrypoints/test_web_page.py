@@ -41,7 +41,8 @@ def test_every_file_is_served_with_headers_that_forbid() -> None:
         served.add(body.decode())
         rules = dict(rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";"))
         assert rules["default-src"] == "'none'" and rules["frame-ancestors"] == "'none'"
-        assert {rules[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
+        assert {rules[f"{kind}-src"] for kind in ("script", "style", "connect")} == {"'self'"}
+        assert rules["img-src"] == "'self' data:", "also what a person adds"
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["content-type"].split(";")[0] == {
             "/": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml",
@@ -141,6 +142,7 @@ async def test_what_it_says(view: LiveState, engine: Engine) -> None:
     engine.answer.set()
     content = await seen(view)
     assert content["model"] == "demo" and content["recorded"] == {"steps": []} and content["records_steps"] is True
+    assert content["has_image_understanding"] is False and content["max_image_bytes"] == 32 << 20
     state = content["state"]
     assert state["num_running_reqs"] == 1 and state["cuda_graphs"]["replays"] == 7
     assert "secret" not in orjson.dumps(content).decode()

@@ -2,6 +2,7 @@
 
 import { ApiError, events, request } from "/web/api.js";
 import { copyButton } from "/web/copy.js";
+import { allRead, hasImages, offerImages, picture, startImages, takeImages } from "/web/images.js";
 import { showMarkdown } from "/web/markdown.js";
 
 const $ = (id) => document.getElementById(id);
@@ -75,9 +76,11 @@ export function startChat({ onChange }) {
     button.addEventListener("click", () => say(text));
     $("suggestions").append(button);
   }
-  composer.addEventListener("submit", (event) => {
+  startImages();
+  composer.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (!running && entry.value.trim()) say(entry.value.trim());
+    await allRead();
+    if (!running && (entry.value.trim() || hasImages())) say(entry.value.trim());
   });
   entry.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -130,8 +133,10 @@ function say(text) {
   document.querySelectorAll(".again").forEach((button) => button.remove());
   // Many templates want turns to alternate, also after an answer that failed or said nothing.
   if (turns.at(-1)?.role === "user") turns.push({ role: "assistant", content: "" });
-  turns.push({ role: "user", content: text });
-  showQuestion(text);
+  const images = takeImages().map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = images.length ? [...images, ...(text ? [{ type: "text", text }] : [])] : text;
+  turns.push({ role: "user", content });
+  showQuestion(content);
   entry.value = "";
   store();
   fitEntry();
@@ -140,8 +145,22 @@ function say(text) {
   answer();
 }
 
-function showQuestion(text) {
-  addMessage("user", "You").append(make("p", "said", text));
+function showQuestion(content) {
+  const message = addMessage("user", "You");
+  const { text, urls } = partsOf(content);
+  if (urls.length) message.append(make("div", "pictures"));
+  urls.forEach((url, index) => {
+    const shown = message.lastChild.appendChild(picture(url, `Image ${index + 1}`));
+    shown.addEventListener("load", () => (scroller.scrollTop = scroller.scrollHeight)); // it had no height before
+  });
+  if (text) message.append(make("p", "said", text));
+}
+
+// A question's text, and the URLs of its images.
+function partsOf(content) {
+  if (typeof content === "string") return { text: content, urls: [] };
+  const text = content.find((part) => part.type === "text")?.text ?? "";
+  return { text, urls: content.flatMap((part) => part.image_url?.url ?? []) };
 }
 
 function addMessage(kind, who) {
@@ -337,7 +356,28 @@ class Answer {
       answer();
     });
     this.message.append(notice, again);
+    if (turns.at(-1).role === "user") this.message.append(this.backButton());
     this.follow();
+  }
+
+  // Gives the question back to the person: as it is, the server may refuse all that follows it too.
+  backButton() {
+    const back = make("button", "again", "Edit the question");
+    back.type = "button";
+    back.addEventListener("click", () => {
+      if (running) return;
+      if (this.hasContent) turns.pop();
+      const { text, urls } = partsOf(turns.pop().content);
+      this.message.previousElementSibling.remove();
+      this.message.remove();
+      if (!turns.length) clear();
+      store();
+      entry.value = [text, entry.value].filter(Boolean).join("\n");
+      fitEntry();
+      offerImages(urls.map((url) => ({ url })));
+      entry.focus();
+    });
+    return back;
   }
 
   follow() {

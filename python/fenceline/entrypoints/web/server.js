@@ -1,6 +1,7 @@
 // The server live: its figures a few times a second, as long as somebody can see them.
 
 import { ApiError, request } from "/web/api.js";
+import { setImageLimits } from "/web/images.js";
 import { startTimeline } from "/web/timeline.js";
 
 const $ = (id) => document.getElementById(id);
@@ -77,6 +78,7 @@ function show(live) {
   $("model").title = `version ${live.version}, ${number.format(live.context_length)} tokens of context`;
   $("empty-model").textContent = live.model;
   document.title = `Fenceline · ${live.model}`;
+  setImageLimits(live);
   $("running").textContent = number.format(state.num_running_reqs);
   $("running-most").textContent = `of ${number.format(live.max_running_requests)}`;
   $("queued").textContent = number.format(state.num_queue_reqs);
