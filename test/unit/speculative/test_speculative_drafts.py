@@ -89,7 +89,7 @@ def reference_logits(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("page_size", "depth_seed"), [(1, None), (16, None), (16, 5)])
+@pytest.mark.parametrize(("page_size", "depth_seed"), [(16, None), (1, 5)])
 @pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (NEXTN, "mtp")])
 def test_draft_logits_equal_the_reference(
     models: dict[str, Path],

@@ -41,9 +41,7 @@ DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "nea
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_steps", "topk", "num_draft_tokens", "page_size"), [(1, 3, 3, 16), (3, 2, 8, 1), (4, 4, 16, 16)]
-)
+@pytest.mark.parametrize(("num_steps", "topk", "num_draft_tokens", "page_size"), [(3, 2, 8, 1), (4, 4, 16, 16)])
 @pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
 def test_no_token_changes(
     models: dict[str, Path],
