@@ -598,7 +598,7 @@ def _selections() -> Iterator[Launch]:
             tree = QueryTree(*sizes, ancestors)
             select_tokens.score_keys(queries, weights, index, requests, tree, 4, longest, 0, 2)
 
-        keys = torch.empty(num, -(-max(lens) // 32) * 32, dtype=torch.int32)
+        keys = torch.empty(num, -(-max(lens) // 16) * 16, dtype=torch.int32)
         operands = (queries, weights, index, table, rows, seq_lens, keys, page_size, ancestors)
         yield Launch(f"score_keys of {lens}", accesses.score_keys, operands, score, [keys])
         found = torch.randint(-3, 3, keys.shape).float()  # whose garbage, unlike that of integers, is not all equal

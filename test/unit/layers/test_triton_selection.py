@@ -182,7 +182,7 @@ def compile_for_hopper() -> None:
         shape = (heads, 128, 132 if in_fp8 else 128, in_fp8, 2048, 64, 128)
         score = module._score_variant(*shape, *tree).constants
         score |= {} if in_fp8 else {"scales": None}
-        select = module._select_variant(2048, 64, 32, *tree).constants
+        select = module._select_variant(2048, 64, 16, *tree).constants
         absent = {} if tree[2] else {"ancestors": None}
         ptx = compile_kernel(
             module._score_kernel, score | absent, "sm_90", 4, 3, False, "fp8e4nv" if in_fp8 else "bf16"

@@ -23,7 +23,7 @@ from fenceline.memory_order.triton_launcher import KernelVariant
 
 _MOST_SCORES = 1 << 24  # that are kept at once, four bytes each
 _BLOCK = 128  # tokens that are scored at once
-_BLOCK_OF_FLOATS = 32  # of four bytes, of which fewer fit in shared memory
+_BLOCK_OF_FLOATS = 16  # of four bytes, of which fewer fit in registers
 _PROGRAMS_PER_SM = 8  # that score tokens
 _SELECT_BLOCK, _SELECT_WARPS = 8192, 32
 _BITS = 6  # by which tokens are counted in a pass; counting by more takes longer than a pass that it spares
