@@ -199,10 +199,9 @@ class Watch:
         around(scheduler.control, "update_weights", before=self._updates, after=self._updated)
         around(scheduler.stats, "preempted", before=lambda victims: self.note("preemption"))
         around(
-            scheduler.control,
-            "flush_when_idle",
+            scheduler.control, "flush_when_idle",
             before=lambda: self.note("flush that waited", scheduler.control._flushes),
-        )
+        )  # fmt: skip
         self._speculates = scheduler.config.speculative is not None
         if self._speculates:
             self._watch_speculation()
@@ -464,11 +463,9 @@ def _beyond_a_draw(sampling: ReqSampling) -> bool:
 
 
 def around(
-    owner: object,
-    name: str,
-    before: Callable[..., object] = lambda *args, **kwargs: None,
+    owner: object, name: str, before: Callable[..., object] = lambda *args, **kwargs: None,
     after: Callable[..., object] = lambda result, *args, **kwargs: None,
-) -> None:
+) -> None:  # fmt: skip
     """Wrap the method ``name`` of ``owner``: ``before`` gets its arguments, ``after`` its result and then these."""
     method = getattr(owner, name)
 

@@ -428,9 +428,6 @@ def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
 
 _KINDS = tuple(partial(_everything, arrangement=some, engine=engine) for engine in _ENGINES for some in _ARRANGEMENTS)
 EVERYTHING = Workload(
-    "everything",
-    "a random product of all features",
-    lambda random: random.choice(_KINDS)(random),
-    share=len(_KINDS) - 1,
-    kinds=_KINDS,
-)
+    "everything", "a random product of all features", lambda random: random.choice(_KINDS)(random),
+    share=len(_KINDS) - 1, kinds=_KINDS,
+)  # fmt: skip

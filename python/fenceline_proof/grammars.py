@@ -57,11 +57,9 @@ def _grammars(random: Random) -> Scenario:
             options |= {"ignore_eos": True}
         script.add(index * random.randint(0, 3), script.prompt(1, 9), random.randint(2, 9), **options)
     return script.scenario(
-        (random.choice((28, 96)), 3, random.choice((4, 16))),
-        schedule_conservativeness=random.choice((0.01, 1.0)),
-        **script.graphs(2, 3),
-        **script.in_turn(),
-    )
+        (random.choice((28, 96)), 3, random.choice((4, 16))), schedule_conservativeness=random.choice((0.01, 1.0)),
+        **script.graphs(2, 3), **script.in_turn(),
+    )  # fmt: skip
 
 
 GRAMMARS = Workload("grammars", "masks from the host for some requests of a step", _grammars, share=3)

@@ -44,12 +44,9 @@ def _conversations(random: Random) -> Scenario:
     if random.random() < 0.2:
         script.send(random.randint(10, 30), FlushCacheReq(id="flush"))
     scenario = script.scenario(
-        (48, 3, 16),
-        schedule_policy=random.choice(("fcfs", "lpm")),
-        **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
-        **script.graphs(2, 3),
-        **script.in_turn(),
-    )
+        (48, 3, 16), schedule_policy=random.choice(("fcfs", "lpm")),
+        **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))), **script.graphs(2, 3), **script.in_turn(),
+    )  # fmt: skip
     return replace(scenario, flags=_with_least_tokens(random, scenario.flags))
 
 
@@ -84,12 +81,9 @@ def _queued(random: Random) -> Scenario:
         script.add(step + 10, long[:12] + script.prompt(22, 24), random.randint(1, 3))
         script.add(step + 10, other + script.prompt(1, 1), 1)
     return script.scenario(
-        (44, 3, 64),
-        schedule_policy="lpm",
-        schedule_conservativeness=0.1,
-        **tier_flags(random, hicache_ratio=2.0),
+        (44, 3, 64), schedule_policy="lpm", schedule_conservativeness=0.1, **tier_flags(random, hicache_ratio=2.0),
         **script.graphs(1, 2),
-    )
+    )  # fmt: skip
 
 
 def _offload(random: Random) -> Scenario:
@@ -141,12 +135,10 @@ def _storage(random: Random) -> Scenario:
             script.send(step, AbortReq(abort_all=True))
             script.send(step, FlushCacheReq(id=f"flush-{step}"))
     scenario = script.scenario(
-        (40, 2, 32),
-        hicache_storage_backend="file",
+        (40, 2, 32), hicache_storage_backend="file",
         hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
-        **tier_flags(random, hicache_ratio=random.choice((0.5, 0.8))),
-        **script.graphs(1, 2),
-    )
+        **tier_flags(random, hicache_ratio=random.choice((0.5, 0.8))), **script.graphs(1, 2),
+    )  # fmt: skip
     return replace(scenario, flags=with_storage_limits(random, scenario.flags))
 
 
@@ -249,12 +241,9 @@ def _shared_prefixes(random: Random) -> Scenario:
             script.add(0, prompt, num_tokens, ignore_eos=True, min_new_tokens=1, **options)
     most = random.choice((1, 2, 2))
     flags = _swap_flags(
-        script,
-        max_total_tokens=24 + 8 * most,
-        max_running_requests=most,
-        chunked_prefill_size=-1,
+        script, max_total_tokens=24 + 8 * most, max_running_requests=most, chunked_prefill_size=-1,
         schedule_conservativeness=0.01,
-    )
+    )  # fmt: skip
     return script.scenario(**flags)
 
 
@@ -342,11 +331,9 @@ def _refill(random: Random) -> Scenario:
         step += 14
         here, gone = gone, here
     return script.scenario(
-        (12, 1, 32),
-        hicache_storage_backend="file",
-        hicache_storage_prefetch_policy="wait_complete",
+        (12, 1, 32), hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete",
         **tier_flags(random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"),
-    )
+    )  # fmt: skip
 
 
 def _cancelled(random: Random) -> Scenario:
@@ -372,12 +359,10 @@ def _cancelled(random: Random) -> Scenario:
         script.send(left + 4, ContinueGenerationReq(id=f"continue-{turn}"))
         step = left + 10
     return script.scenario(
-        (12, 1, 32),
-        retract_policy="offload",
-        hicache_storage_backend="file",
+        (12, 1, 32), retract_policy="offload", hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",
         **tier_flags(random, hicache_ratio=0.4, hicache_write_policy="write_back"),
-    )
+    )  # fmt: skip
 
 
 def _gone(random: Random) -> Scenario:
@@ -425,10 +410,9 @@ def _held(random: Random) -> Scenario:
         script.send(step + 6, FlushCacheReq(id=f"flush-{turn}"))
         step += 12
     return script.scenario(
-        (16, 2, 64),
-        hicache_storage_backend="file",
+        (16, 2, 64), hicache_storage_backend="file",
         **tier_flags(random, hicache_ratio=2.0, hicache_write_policy="write_back", page_size=2),
-    )
+    )  # fmt: skip
 
 
 def _gone_while_stored(random: Random) -> Scenario:
@@ -471,10 +455,9 @@ def _together(random: Random) -> Scenario:
         script.send(step + 1, AbortReq(rid=rid))
     script.add(step + 1, script.prompt(18, 20), 1)
     return script.scenario(
-        (40, 4, 64),
-        schedule_conservativeness=0.01,
+        (40, 4, 64), schedule_conservativeness=0.01,
         **tier_flags(random, hicache_ratio=0.42, hicache_write_policy="write_back", page_size=2),
-    )
+    )  # fmt: skip
 
 
 _LATE = ("laziest", "random", "fifo", "pct")  # so that transfers are not known to have ended

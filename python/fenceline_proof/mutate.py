@@ -262,12 +262,9 @@ def is_by_name(mutant: Mutant, checker: str, named: tuple[str, ...], report: str
 
 
 def _campaign(
-    mutants: Sequence[Mutant],
-    runs: Callable[[Mutant], Iterator[tuple[str, int]]],
-    jobs: int,
-    cpu_limit_s: float,
+    mutants: Sequence[Mutant], runs: Callable[[Mutant], Iterator[tuple[str, int]]], jobs: int, cpu_limit_s: float,
     results: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Fork a process for each mutant for which there are ``runs``, each a workload and a seed, ``jobs`` at a time."""
     torch.set_num_threads(1)
     waiting = list(reversed(mutants))

@@ -242,13 +242,10 @@ class _Reader:
     def _extend(self, step: Mapping[str, Any]) -> StepBatch:
         seqs = step["seqs"]
         return StepBatch.of_chunks(
-            [seq["row"] for seq in seqs],
-            [seq["prefix_len"] for seq in seqs],
-            [self._chunk(seq) for seq in seqs],
+            [seq["row"] for seq in seqs], [seq["prefix_len"] for seq in seqs], [self._chunk(seq) for seq in seqs],
             [None if seq["sampling"] is None else self._samplings[seq["sampling"]] for seq in seqs],
-            self._page_writes(step),
-            Points.none(),
-        )
+            self._page_writes(step), Points.none(),
+        )  # fmt: skip
 
     def _chunk(self, seq: Mapping[str, Any]) -> Chunk:
         history = None
@@ -260,13 +257,10 @@ class _Reader:
         ids = seq["num_tokens"] if seq["token_ids"] is None else seq["token_ids"]
         return Chunk(
             token_ids=_tokens(ids, seq["row"], seq["prefix_len"]),
-            out_slots=pages * self._page_size + slots % self._page_size,
-            scored=range(*seq["scored"]),
-            top_logprobs=min(seq["top_logprobs"], _MAX_TOP),
-            token_ids_logprob=_named(seq["token_ids_logprob"]),
-            following=tuple(token % VOCAB_SIZE for token in seq["following"]),
-            history=history,
-        )
+            out_slots=pages * self._page_size + slots % self._page_size, scored=range(*seq["scored"]),
+            top_logprobs=min(seq["top_logprobs"], _MAX_TOP), token_ids_logprob=_named(seq["token_ids_logprob"]),
+            following=tuple(token % VOCAB_SIZE for token in seq["following"]), history=history,
+        )  # fmt: skip
 
     def _page_writes(self, step: Mapping[str, Any]) -> PageWrites:
         writes = step["page_writes"]

@@ -141,12 +141,9 @@ class Script:
         number = self.random.randrange(3)
         folder, label = tiny_weights(number) if number else tiny_model_path(), str(number)
         message = UpdateWeightsReq(
-            id=f"weights {self.num_updates}",
-            model_path=folder,
-            weight_version=label,
-            abort_all_requests=abort_all,
+            id=f"weights {self.num_updates}", model_path=folder, weight_version=label, abort_all_requests=abort_all,
             keep_pause=keep_pause,
-        )
+        )  # fmt: skip
         if partly and self.random.random() < partly:
             file = tiny_part(max(number, 1))
             message = structs.replace(message, model_path=None, file=file, weight_version=None)

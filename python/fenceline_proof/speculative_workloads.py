@@ -43,11 +43,9 @@ def trees_under_windows(random: Random) -> Scenario:
         prompt = family + script.prompt(1, 6)
         script.add(step * random.randint(1, 4), prompt, random.randint(6, 14), **_options(script))
     return script.scenario(
-        (256, 2, 64),
-        model="long_windows",
-        page_size=random.choice((2, 4)),
+        (256, 2, 64), model="long_windows", page_size=random.choice((2, 4)),
         **_tree_flags(random, random.choice(("NEAR", "ITSELF"))),
-    )
+    )  # fmt: skip
 
 
 def several_layers(random: Random) -> Flags:
@@ -100,13 +98,10 @@ def _speculation(random: Random) -> Scenario:
         if random.random() < 0.25:
             script.send(random.randrange(3, 14), AbortReq(rid=rid, silent=random.random() < 0.3))
     return script.scenario(
-        (random.choice((64, 96)), 5, 16),
-        page_size=random.choice((2, 4)),
-        schedule_conservativeness=random.choice((0.01, 1.0)),
-        **draft_flags(random),
-        **script.graphs(2, 4, share=1.0),
+        (random.choice((64, 96)), 5, 16), page_size=random.choice((2, 4)),
+        schedule_conservativeness=random.choice((0.01, 1.0)), **draft_flags(random), **script.graphs(2, 4, share=1.0),
         **script.in_turn(),
-    )
+    )  # fmt: skip
 
 
 def _speculation_trees(random: Random) -> Scenario:

@@ -64,11 +64,10 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
     decode = LAUNCHED if draft is not None and decode in PLANNED else decode
     config = replace(
-        config,
-        prefill_attention_backend=prefill or config.prefill_attention_backend,
+        config, prefill_attention_backend=prefill or config.prefill_attention_backend,
         decode_attention_backend=decode or config.decode_attention_backend,
         num_embedding_rows=int(embedding_rows or config.num_embedding_rows),
-    )
+    )  # fmt: skip
     if of_draft is not None and config.speculative is not None:
         config = replace(config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft)))
     if config.hicache is None:

@@ -50,11 +50,9 @@ def _prefixes(random: Random) -> Scenario:
     if branches:
         _branches(script)
     return script.scenario(
-        (80 if branches else 48, 4 if branches else 3, 16),
-        schedule_policy=random.choice(("fcfs", "lpm")),
-        **script.graphs(2, 3),
-        **script.in_turn(),
-    )
+        (80 if branches else 48, 4 if branches else 3, 16), schedule_policy=random.choice(("fcfs", "lpm")),
+        **script.graphs(2, 3), **script.in_turn(),
+    )  # fmt: skip
 
 
 def _branches(script: Script) -> None:
@@ -116,12 +114,9 @@ def _bursts(random: Random) -> Scenario:
     script.send(random.randrange(step), FlushCacheReq(id="flush"))
     script.send(random.randrange(step), GetInternalStateReq(id="state"))
     scenario = script.scenario(
-        (128, 4, random.choice((8, -1))),
-        disable_radix_cache=random.random() < 0.3,
-        schedule_policy=random.choice(("fcfs", "random")),
-        **script.graphs(1, 4),
-        **script.in_turn(),
-    )
+        (128, 4, random.choice((8, -1))), disable_radix_cache=random.random() < 0.3,
+        schedule_policy=random.choice(("fcfs", "random")), **script.graphs(1, 4), **script.in_turn(),
+    )  # fmt: skip
     if random.random() < 0.3:
         scenario = _scored(scenario, random)
     return _with_waiting_flush(scenario, random) if random.random() < 0.4 else scenario
@@ -272,11 +267,10 @@ def _stored_pictures(random: Random) -> Scenario:
     script.send(24, AbortReq(abort_all=True))
     script.send(24, FlushCacheReq(id="flush"))
     scenario = script.scenario(
-        (64, 2, random.choice((8, 16))),
-        hicache_storage_backend="file",
+        (64, 2, random.choice((8, 16))), hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",
         **{**tier_flags(random, hicache_ratio=2.0), "page_size": 2, "hicache_write_policy": "write_through"},
-    )
+    )  # fmt: skip
     return with_pictures(scenario, random)
 
 
@@ -320,11 +314,9 @@ def _new_weights(random: Random) -> Scenario:
         storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
     tiers = tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))) if random.random() < 0.7 else {}
     return script.scenario(
-        (random.choice((48, 96)), 3, 8),
-        **{"page_size": 4, **tiers, **(storage if tiers else {})},
-        **script.graphs(1, 3),
-        **script.in_turn(),
-    )
+        (random.choice((48, 96)), 3, 8), **{"page_size": 4, **tiers, **(storage if tiers else {})},
+        **script.graphs(1, 3), **script.in_turn(),
+    )  # fmt: skip
 
 
 def _no_script(random: Random) -> Scenario:

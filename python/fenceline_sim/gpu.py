@@ -1,4 +1,4 @@
-"""VirtualGpu: streams whose operations run later, in an order that a seed decides; its events and its graphs."""
+"""VirtualGpu: streams whose operations run later, in an order that a seed decides; its marks and its graphs."""
 
 from __future__ import annotations
 
@@ -319,10 +319,6 @@ class VirtualGpu:
         for mark in [self.record(stream) for stream in self.streams if stream.device == device]:
             self.synchronize(mark)
 
-    def event(self) -> Event:
-        """A new event, recorded nowhere."""
-        return Event(self)
-
     def query(self, op: Operation) -> bool:
         """Whether ``op`` has run. If so, what the calling thread does next is ordered after it. After enough calls the
         answer is yes: a device makes progress by itself, which some policies would not let it do."""
@@ -526,11 +522,9 @@ def unopened(op: Operation, tag: Tag) -> PeerError:
     """The report of an access to another device's memory that the operation's own device has not opened."""
     assert op.stream is not None, "it runs on a stream"
     return PeerError(
-        f"peers: {tag} of device {tag.device} is not open to device {op.stream.device}\n  {who(op)}",
-        "",
-        str(tag),
+        f"peers: {tag} of device {tag.device} is not open to device {op.stream.device}\n  {who(op)}", "", str(tag),
         (str(op.place),),
-    )
+    )  # fmt: skip
 
 
 def _needed(op: Operation) -> VirtualStream:
@@ -543,36 +537,7 @@ def _needed(op: Operation) -> VirtualStream:
     return stream
 
 
-# --- events and graphs -------------------------------------------------------------------------------
-
-
-class Event:
-    """As CUDA's, for programs that use the virtual GPU by itself.
-
-    A wait is for the latest record at the time of the call; without one it is for nothing.
-    """
-
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self._gpu = gpu
-        self.mark: Operation | None = None
-
-    def record(self, stream: VirtualStream) -> None:
-        """Let the event stand for everything submitted to ``stream`` so far."""
-        self.mark = self._gpu.record(stream)
-
-    def wait(self, stream: VirtualStream) -> None:
-        """What is submitted to ``stream`` from now on runs after the event's latest record."""
-        if self.mark is not None:
-            self._gpu.wait(stream, self.mark)
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the event's latest record has passed."""
-        if self.mark is not None:
-            self._gpu.synchronize(self.mark)
-
-    def query(self) -> bool:
-        """Whether the event's latest record has passed."""
-        return self.mark is None or self._gpu.query(self.mark)
+# --- graphs -------------------------------------------------------------------------------
 
 
 class _Node(NamedTuple):

@@ -106,13 +106,9 @@ class Account:
     """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
 
     def __init__(
-        self,
-        source: TokenizedGenerateReq,
-        token_ids: Iterable[int],
-        prefixes: Prefixes,
-        weights: str = "",
+        self, source: TokenizedGenerateReq, token_ids: Iterable[int], prefixes: Prefixes, weights: str = "",
         images: Sequence[ImageInput] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.source = source  # kept, so that no other object has the same id()
         self.images = images
         self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance_vgpu import Event
 
 from fenceline_sim import DeadlockError, KernelError, Script, Turn, VirtualGpu, use
 from fenceline_sim.place import here
@@ -90,7 +91,7 @@ def test_events_are_as_cudas() -> None:
     gpu = VirtualGpu(policy="laziest")
     use(gpu)
     a, b = gpu.stream("a"), gpu.stream("b")
-    event = gpu.event()
+    event = Event(gpu)
     event.wait(b)  # never recorded: waits for nothing
     event.synchronize()
     assert event.query()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fenceline_sim import CaptureError, Graph, VirtualGpu, use
-from fenceline_sim.gpu import Event
+from fenceline_sim.streams import Operation, VirtualStream
 
 POISON = int(torch.full((4,), 0x7FF8, dtype=torch.int16).view(torch.int64)[0])
 NUM_LARGE = 16
@@ -19,6 +19,35 @@ def make_gpu(policy: str = "random", seed: int = 0, **options: Any) -> tuple[Vir
     """A virtual GPU, and the torch device "vgpu", which refers to it from now on."""
     gpu = VirtualGpu(seed=seed, policy=policy, **options)
     return gpu, use(gpu)
+
+
+class Event:
+    """As CUDA's, by marks of the virtual GPU.
+
+    A wait is for the latest record at the time of the call; without one it is for nothing.
+    """
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self.mark: Operation | None = None
+
+    def record(self, stream: VirtualStream) -> None:
+        """Let the event stand for everything submitted to ``stream`` so far."""
+        self.mark = self._gpu.record(stream)
+
+    def wait(self, stream: VirtualStream) -> None:
+        """What is submitted to ``stream`` from now on runs after the event's latest record."""
+        if self.mark is not None:
+            self._gpu.wait(stream, self.mark)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the event's latest record has passed."""
+        if self.mark is not None:
+            self._gpu.synchronize(self.mark)
+
+    def query(self) -> bool:
+        """Whether the event's latest record has passed."""
+        return self.mark is None or self._gpu.query(self.mark)
 
 
 class VgpuMachine:
@@ -42,7 +71,7 @@ class VgpuMachine:
         return self.gpu.on(stream)
 
     def event(self) -> Event:
-        return self.gpu.event()
+        return Event(self.gpu)
 
     def synchronize(self, stream: Any = None) -> None:
         if stream is None:
