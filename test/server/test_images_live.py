@@ -18,6 +18,7 @@ import pytest
 from hostile_images import data_url, hostile_images, oriented, picture, png, written
 from live_server import LiveServer
 from PIL import Image
+from vision_cases import BEGIN, END, IMAGE, VISION_MODELS, theirs
 from vision_server import save_vision_model
 
 import fenceline
@@ -31,7 +32,9 @@ PROMPT = f"<|im_start|>user\n{QUESTION}<|vision_start|><|image_pad|><|vision_end
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_vision_model(tmp_path_factory.mktemp("vision"))
+    directory = tmp_path_factory.mktemp("vision")
+    save_vision_model(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +206,22 @@ def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, mode
         message = {"role": "user", "content": [{"type": "text", "text": QUESTION}, {"type": "image", "image": NOISE}]}
         texts.append(engine.chat([message], params)["choices"][0]["message"]["content"])
     assert texts == [answer(client, NOISE)] * 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_conversations_are_answered_as_by_transformers(name: str, tmp_path: Path) -> None:
+    model = save_vision_model(tmp_path, name)
+    with fenceline.Engine(str(tmp_path), device="cpu") as engine:
+        parts = [{"type": "image", "image": NOISE}, {"type": "text", "text": "and"}, {"type": "image", "image": RED}]
+        made = engine.chat(
+            [{"role": "user", "content": parts}],
+            {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+            return_token_ids=True,
+            return_prompt_token_ids=True,
+        )["choices"][0]
+    ids = made["prompt_token_ids"]
+    line = ids[ids.index(BEGIN) - 1]
+    assert (ids[ids.index(BEGIN) - 2 : ids.index(BEGIN)] == [line, line]) == name.startswith("Gemma3")
+    assert ids[-ids[::-1].index(IMAGE)] == END
+    assert made["token_ids"] == theirs(model, ids, [NOISE, RED])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from vision_cases import BEGIN, END, IMAGE, save_vision_checkpoint
@@ -19,9 +20,15 @@ in content %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in conten
 {% endif %}"""
 
 
-def save_vision_model(directory: Path) -> Path:
-    """The model in ``directory``. A token is a character of ASCII."""
-    save_vision_checkpoint("Qwen2_5_VLForConditionalGeneration", directory)
+# As Gemma 3's, which writes the first token of an image alone.
+GEMMA = QWEN_VL.replace("<|image_pad|><|vision_end|>", "")
+
+
+def save_vision_model(
+    directory: Path, name: str = "Qwen2_5_VLForConditionalGeneration"
+) -> transformers.PreTrainedModel:
+    """The model of this architecture in ``directory``. A token is a character of ASCII."""
+    model = save_vision_checkpoint(name, directory)
     characters = ["Ġ", "Ċ", *map(chr, range(33, 127))]
     backend = RustTokenizer(models.BPE(vocab={text: number for number, text in enumerate(characters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -31,5 +38,7 @@ def save_vision_model(directory: Path) -> Path:
     names = [special.get(number, f"<|{number}|>") for number in range(len(characters), max(special) + 1)]
     backend.add_special_tokens([AddedToken(name, special=True) for name in names])
     backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": QWEN_VL}))
-    return directory
+    template = GEMMA if model.config.model_type == "gemma3" else QWEN_VL
+    names = {"boi_token": special[BEGIN], "image_token": special[IMAGE], "eoi_token": special[END]}
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **names}))
+    return model
