@@ -13,7 +13,7 @@ from fenceline.images.image_input import ImageInput
 from fenceline.images.positions import position_delta
 from fenceline.layers.forward_batch import SINK_ROW
 from fenceline.mem_cache.image_keys import ImageKeys
-from fenceline.memory_order.edges import ENCODED_FIRST, ROW_DELTA, STEP_IMAGES
+from fenceline.memory_order.edges import ENCODED_FIRST, OLD_KV, ROW_DELTA, STEP_IMAGES
 from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler.req import Req
 from fenceline_sim.layout import Layout
@@ -115,7 +115,8 @@ class StepImages:
             if held != right:
                 name = "no image's" if expected is None else f"{expected[0]}, {right}"
                 text = f"image_embeddings row {row} holds {held or 'nothing'}, and is read as {name}\n  by"
-                guard = ENCODED_FIRST if self._encodes else STEP_IMAGES
+                is_old = held is not None and right is not None and held.weights != right.weights
+                guard = ENCODED_FIRST if self._encodes else OLD_KV if is_old else STEP_IMAGES
                 self._images._report(op, "image_embeddings", text, guard.name)
                 return
 

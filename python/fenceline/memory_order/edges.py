@@ -384,7 +384,9 @@ ROW_DELTA = _guard(
     "row_delta", "positions behind images: a row's delta is that of its request, not of its last owner", "F13"
 )
 NEW_WEIGHTS = _guard("new_weights", "the weights that a step in flight reads: they are replaced on FORWARD, after it")
-OLD_KV = _guard("old_kv", "requests from keys and values of weights that have been replaced: every tier forgets them")
+OLD_KV = _guard(
+    "old_kv", "requests from keys, values and embeddings of weights that have been replaced: every tier forgets them"
+)
 
 # Edges and guards that are also severed in an engine that speculates, since its runner has its own arena, graphs and
 # results: the row of the proof, and what it severs.
