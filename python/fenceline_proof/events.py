@@ -33,15 +33,9 @@ from fenceline_sim.gpu import Graph
 
 # The states of a request, for aborts (``state_of``).
 STATES = (
-    "queued",
-    "waiting for storage",
-    "half-way through its prompt",
-    "with its first step in flight",
-    "running",
-    "before a remap",
-    "retracted",
-    "retracted with a tail",
-)
+    "queued", "waiting for storage", "half-way through its prompt", "with its first step in flight", "running",
+    "before a remap", "retracted", "retracted with a tail",
+)  # fmt: skip
 EVENTS: dict[str, str] = {
     # steps and graphs
     "decode replay": "a decode step replayed, exactly as large as its graph",

@@ -197,12 +197,9 @@ def _loads_meet(script: Script, page_size: int) -> Flags:
     for prompt in (first, second, first):
         script.add(38, prompt + script.prompt(1, 2), random.randint(1, 3))
     return {
-        "max_total_tokens": 14 * page_size,
-        "max_running_requests": 3,
-        "chunked_prefill_size": -1,
-        "hicache_ratio": 2.0,
+        "max_total_tokens": 14 * page_size, "max_running_requests": 3, "chunked_prefill_size": -1, "hicache_ratio": 2.0,
         "hicache_write_policy": random.choice(("write_through", "write_back", "write_back")),
-    }
+    }  # fmt: skip
 
 
 def _overtaken(script: Script, page_size: int) -> Flags:
@@ -224,17 +221,11 @@ def _overtaken(script: Script, page_size: int) -> Flags:
         body = step + 1 if num_better == 2 else 0
         script.add(step, better, 10 * page_size if large else 12, ignore_eos=True, priority=30, body=body)
     return {
-        "max_total_tokens": 128 if num_better == 2 else 18 * page_size,
-        "max_running_requests": 3 if large else 2,
-        "chunked_prefill_size": -1,
-        "enable_priority_scheduling": True,
-        "schedule_policy": "fcfs",
-        "schedule_conservativeness": 1.0,
-        "schedule_low_priority_values_first": False,
-        "hicache_ratio": 0.5 if large else 2.0,
-        "hicache_write_policy": "write_through",
-        "retract_policy": "offload",
-    }
+        "max_total_tokens": 128 if num_better == 2 else 18 * page_size, "max_running_requests": 3 if large else 2,
+        "chunked_prefill_size": -1, "enable_priority_scheduling": True, "schedule_policy": "fcfs",
+        "schedule_conservativeness": 1.0, "schedule_low_priority_values_first": False,
+        "hicache_ratio": 0.5 if large else 2.0, "hicache_write_policy": "write_through", "retract_policy": "offload",
+    }  # fmt: skip
 
 
 def _from_storage(script: Script, page_size: int) -> Flags:
@@ -261,13 +252,10 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     if random.random() < 0.8:  # or a directory is often too small for what comes back
         flags["hicache_storage_size"] = 1.0
     return {
-        **flags,
-        "max_total_tokens": 16 * page_size + 16,
-        "max_running_requests": random.choice((2, 3)),
-        "hicache_ratio": random.choice((1.0, 2.0)),
-        "hicache_write_policy": "write_through",
+        **flags, "max_total_tokens": 16 * page_size + 16, "max_running_requests": random.choice((2, 3)),
+        "hicache_ratio": random.choice((1.0, 2.0)), "hicache_write_policy": "write_through",
         "hicache_storage_backend": "file",
-    }
+    }  # fmt: skip
 
 
 def _paused_twice(script: Script, page_size: int) -> Flags:

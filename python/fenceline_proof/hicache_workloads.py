@@ -20,12 +20,10 @@ _LAYOUTS = ("layer_first", "page_first")
 def tier_flags(random: Random, **flags: Flag) -> Flags:
     """Flags of a host tier; those that are not given are chosen at random."""
     chosen: dict[str, Flag] = {
-        "enable_hierarchical_cache": True,
-        "hicache_write_policy": random.choice(_POLICIES),
-        "hicache_mem_layout": random.choice(_LAYOUTS),
-        "hicache_io_backend": random.choice(("kernel", "direct")),
+        "enable_hierarchical_cache": True, "hicache_write_policy": random.choice(_POLICIES),
+        "hicache_mem_layout": random.choice(_LAYOUTS), "hicache_io_backend": random.choice(("kernel", "direct")),
         "page_size": 4,
-    }
+    }  # fmt: skip
     if random.random() < 0.3:
         chosen["attention_backend"] = PERSISTENT
     return chosen | flags

@@ -81,11 +81,9 @@ def make_storage_scenario(random: Random) -> Scenario:
             script.send(step + 2 + turn, AbortReq(rid=rid))
     policy = random.choice(("best_effort", "wait_complete", "timeout"))
     flags: dict[str, Flag] = {
-        **_flags(script),
-        "hicache_write_policy": "write_through",
-        "hicache_storage_backend": "file",
+        **_flags(script), "hicache_write_policy": "write_through", "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": policy,
-    }
+    }  # fmt: skip
     if policy == "timeout":
         flags["hicache_storage_prefetch_timeout"] = random.choice((0.02, 0.1))
     scenario = script.scenario(**(flags if random.random() < 0.3 else with_storage_limits(random, flags)))
@@ -107,17 +105,11 @@ def _requests(script: Script, shortest: int = 8, longest: int = 14) -> Sequence[
 def _flags(script: Script) -> Flags:
     random = script.random
     flags: dict[str, Flag] = {
-        "max_total_tokens": random.choice((40, 48)),
-        "max_running_requests": 3,
-        "chunked_prefill_size": 16,
-        "page_size": 4,
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 2.0,
-        "hicache_write_policy": random.choice(("write_back", "write_through")),
-        "hicache_io_backend": "direct",
-        "retract_policy": "offload",
-        "schedule_conservativeness": 0.01,
-    }
+        "max_total_tokens": random.choice((40, 48)), "max_running_requests": 3, "chunked_prefill_size": 16,
+        "page_size": 4, "enable_hierarchical_cache": True, "hicache_ratio": 2.0,
+        "hicache_write_policy": random.choice(("write_back", "write_through")), "hicache_io_backend": "direct",
+        "retract_policy": "offload", "schedule_conservativeness": 0.01,
+    }  # fmt: skip
     if random.random() > 0.6:
         flags |= {"draft": random.choice(("EAGLE3", "ITSELF")), "speculative_num_steps": 2}
         flags |= script.graphs(1, 2, 3)

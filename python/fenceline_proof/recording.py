@@ -75,13 +75,10 @@ class Recording:
         # Only the graphs that were used: each batch runs in the same size as before.
         graphs = {"cuda_graph_bs": self.graph_sizes} if self.graph_sizes else {}
         return {
-            **graphs,
-            "page_size": self.page_size,
-            "max_total_tokens": (self.num_pages - 1) * self.page_size,
-            "max_running_requests": max((self.num_rows - 1, *self.graph_sizes)),
-            "context_length": context,
+            **graphs, "page_size": self.page_size, "max_total_tokens": (self.num_pages - 1) * self.page_size,
+            "max_running_requests": max((self.num_rows - 1, *self.graph_sizes)), "context_length": context,
             "json_model_override_args": json.dumps({"max_position_embeddings": context}),
-        }
+        }  # fmt: skip
 
     @torch.inference_mode()
     def prepare(self, runner: ModelRunner) -> None:

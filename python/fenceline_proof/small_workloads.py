@@ -14,13 +14,9 @@ from fenceline.ipc.io_struct import AbortReq
 from fenceline_proof.script import Flags, Scenario, Script, Workload
 
 _TIERS: Flags = {
-    "enable_hierarchical_cache": True,
-    "hicache_io_backend": "direct",
-    "page_size": 2,
-    "chunked_prefill_size": 8,
-    "max_running_requests": 1,
-    "max_total_tokens": 10,
-}
+    "enable_hierarchical_cache": True, "hicache_io_backend": "direct", "page_size": 2, "chunked_prefill_size": 8,
+    "max_running_requests": 1, "max_total_tokens": 10,
+}  # fmt: skip
 
 
 def _pair(random: Random) -> Scenario:

@@ -31,72 +31,36 @@ from fenceline.models.families import make_model
 VOCAB_SIZE = 64
 EOS_TOKEN = 0
 _CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "eos_token_id": EOS_TOKEN,
-    "bos_token_id": 1,
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_SIZE, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "torch_dtype": "float32", "eos_token_id": EOS_TOKEN, "bos_token_id": 1,
+}  # fmt: skip
 
 
 # The same with experts in its second layer.
 _EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0],
+}  # fmt: skip
 # Gemma 2's layers: the first has a window.
 _WINDOWS = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 12,
-    "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "attn_logit_softcapping": 3.0,
-    "final_logit_softcapping": 5.0,
-}
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 12, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+    "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+}  # fmt: skip
 # DeepSeek-V3's layers, dense ones.
 _LATENTS = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 8,
-}
+}  # fmt: skip
 # GLM-5's layers: the second one attends to what the first has selected. So few heads of its indexer have equal scores.
 _SPARSE = _LATENTS | {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "index_n_heads": 2,
-    "index_head_dim": 12,
-    "index_topk": 6,
-    "indexer_types": ["full", "shared"],
-}
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_n_heads": 2, "index_head_dim": 12,
+    "index_topk": 6, "indexer_types": ["full", "shared"],
+}  # fmt: skip
 PLACEHOLDER, PICTURE_SIDE = 63, 4  # the token of an embedding, and the side of its square in pixels
 # Qwen2.5-VL's layers, and a tower whose first layer has windows.
 _PICTURES = {

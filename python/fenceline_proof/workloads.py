@@ -86,14 +86,9 @@ def _retraction(random: Random) -> Scenario:
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
     flags: Flags = {
-        "max_total_tokens": random.choice((24, 28, 32)),
-        "max_running_requests": 4,
-        "chunked_prefill_size": 16,
-        "page_size": 4,
-        "schedule_conservativeness": 0.01,
-        **script.graphs(2, 4),
-        **script.in_turn(),
-    }
+        "max_total_tokens": random.choice((24, 28, 32)), "max_running_requests": 4, "chunked_prefill_size": 16,
+        "page_size": 4, "schedule_conservativeness": 0.01, **script.graphs(2, 4), **script.in_turn(),
+    }  # fmt: skip
     if random.random() < 0.4:  # its answer ends when it has all memory
         script.add(random.randrange(8), script.prompt(1, 22), 64, ignore_eos=True)
     return script.scenario(**flags)
@@ -202,12 +197,9 @@ def _outputs(random: Random) -> Scenario:
 
 # Those that decode in padded graphs and beyond them, split prompts, retract, and load prefixes from the host.
 _OF_ATTENTION = (
-    _mixed,
-    _graphs,
-    _aborts,
-    _retraction,
+    _mixed, _graphs, _aborts, _retraction,
     *(workload.make for workload in HICACHE_WORKLOADS if workload.name in ("spill", "offload")),
-)
+)  # fmt: skip
 
 
 def _attention(backend: str) -> Callable[[Random], Scenario]:

@@ -191,11 +191,9 @@ class Watch:
         writer = self._writer(units[0])
         written = "never written since it is watched" if writer is None else f"last written by {who(writer)}"
         lines = [
-            f"freshness: {memory} read, but not written since the fill began",
-            f"  read by {who(op)}",
-            f"  {written}",
+            f"freshness: {memory} read, but not written since the fill began", f"  read by {who(op)}", f"  {written}",
             f"  the fill began at {fill.place}",
-        ]
+        ]  # fmt: skip
         if fill.guard:
             lines.append(f"  missing guard: {fill.guard}")
         places = tuple(str(place) for place in (None if writer is None else writer.place, op.place) if place)

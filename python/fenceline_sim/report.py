@@ -69,12 +69,10 @@ def race_error(conflict: Conflict) -> RaceError:
     edges = conflict.edges
     guards = conflict.tag.guards.get(conflict.hazard, ())
     lines = _wrong_stream(conflict) or [
-        f"race: {conflict.hazard.value} on {conflict.memory}",
-        f"  1. {_describe(conflict, first, first_writes)}",
-        f"  2. {_describe(conflict, second, second_writes)}",
-        f"  {_missing(conflict, guards)}",
+        f"race: {conflict.hazard.value} on {conflict.memory}", f"  1. {_describe(conflict, first, first_writes)}",
+        f"  2. {_describe(conflict, second, second_writes)}", f"  {_missing(conflict, guards)}",
         *_not_the_engines(first, second),
-    ]
+    ]  # fmt: skip
     return RaceError(
         "\n".join(lines), edge=edges[0].name if edges else "", edges=tuple(edge.name for edge in edges) or guards,
         hazard=conflict.hazard.value, memory=conflict.memory, places=(str(first.place), str(second.place)),
