@@ -117,14 +117,22 @@ class Footprints:
 
     def _check_rows(self, op: Declared, batch: StepBatch) -> None:
         """A step reads the page tables of its requests, writes some entries, and stores the last tokens of those for
-        which it samples."""
+        which it samples. Prefill steps write deltas and embeddings and read embeddings, decode steps read deltas."""
         accesses = self._accesses
         rows, sampled = batch.rows.tolist(), batch.rows[batch.samples].tolist()
-        for memory, write, right in (
+        right_rows = [
             (accesses.page_table, False, rows),
             (accesses.page_table, True, batch.page_writes.rows.tolist()),
             (accesses.last_tokens, True, sampled),
-        ):
+        ]
+        if accesses.position_deltas is not None:
+            right_rows.append((accesses.position_deltas, not batch.is_decode, rows))
+        if accesses.embeddings is not None:
+            read = [one.image_rows for one in batch.chunks if one.image_rows is not None]
+            right_rows.append((accesses.embeddings, False, [row for part in read for row in part.tolist() if row]))
+            written = [row for encode in batch.encodes for row in encode.rows.tolist()]
+            right_rows.append((accesses.embeddings, True, written))
+        for memory, write, right in right_rows:
             said, verb = op.pages(memory, write), "writes" if write else "reads"
             if said != frozenset(right):
                 raise FootprintError(
