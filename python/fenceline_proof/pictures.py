@@ -37,7 +37,7 @@ _PICTURES = [_picture(number) for number in range(len(_GRIDS))]
 
 
 def _illustrated(request: TokenizedGenerateReq, exchanged: bool) -> TokenizedGenerateReq:
-    """``request`` with pictures; with ``exchanged`` its first pictures are neighbours of what they are otherwise."""
+    """``request`` with pictures; with ``exchanged`` they are the neighbours of what they are otherwise."""
     tokens: list[int] = []
     images = []
     for token in request.input_ids:
