@@ -130,13 +130,16 @@ class PrefillPlanner:
         """The next extend step, or None if nothing fits. ``waiting`` makes a new iterator at each call. Requests that
         are admitted get a row, and are counted in ``state``. ``chunked`` is the request whose prompt an earlier step
         left half-way. If it would take more than half of the step, waiting prompts that fit whole into the other half
-        come first: they do not wait for the long prompts before them. Otherwise it comes first itself. ``num_waiting``
-        counts the tokens of all waiting prompts; it is called only if a second prompt might join the step."""
+        come first: they do not wait for the long prompts before them. Otherwise, and always
+        if prompts are not split, it comes first itself. ``num_waiting`` counts the tokens of all waiting prompts; it is
+        called only if a second prompt might join the step."""
         plan = _Plan()
         work = 0.0 if self._prefix_work is None else self._prefix_work.of_step(self.step_tokens)
         budget = _Budget(self.step_tokens, work, MAX_SCORED_TOKENS, self._max_reqs or self._memory.rows.size)
         if chunked is not None:
-            if chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
+            # If prompts are not split, one is half-way because of its images only, and goes on as a whole.
+            is_split = self._chunk_size is not None
+            if is_split and chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
                 self._admit_waiting(plan, waiting(), chunked, state, budget, num_waiting)
             is_shared = bool(plan.reqs)
             self._add_chunk(plan, chunked, budget)

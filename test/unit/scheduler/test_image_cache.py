@@ -99,3 +99,15 @@ def test_conversations_are_answered_as_without_caches(
                 driver.send(FlushCacheReq(id="f"))
     driver.run()
     assert_right(driver, *sent)
+
+
+def test_a_prompt_that_is_not_split_goes_on_alone() -> None:
+    """Its images do not fit into one step. What is left of it is more than a step's tokens, and texts wait."""
+    driver = _image_driver(6, False, 4, chunked_prefill_size=-1, max_prefill_tokens=8)
+    long = _asked("long", [1, -5, -4, -3, 2], 3)
+    driver.send(long)
+    driver.step()
+    short = request("short", [3, 4, 5, 6], max_new_tokens=3, ignore_eos=True)
+    driver.send(short)
+    driver.run()
+    assert_right(driver, long, short)
