@@ -23,6 +23,15 @@ def test_the_first_bytes_say_how_large_an_image_is(format: str, options: dict) -
     assert read_header(data[:20], is_whole=False) is None
 
 
+def test_padding_in_a_jpeg_file_costs_nothing() -> None:
+    """The event loop reads the first bytes of all images of a request, one after the other."""
+    data = written(picture(300, 7), "JPEG")
+    padded = data[:2] + bytes([255]) * (4 << 20) + data[2:]
+    began = time.process_time()
+    assert read_header(padded, is_whole=True) == Header("JPEG", 300, 7)
+    assert time.process_time() - began < 0.2
+
+
 def test_webp_with_transparency_has_its_size_elsewhere() -> None:
     data = written(picture(30, 9, "RGBA"), "WEBP", exif=Image.Exif().tobytes())
     assert data[12:16] in (b"VP8X", b"VP8L")
