@@ -31,7 +31,7 @@ async def fetch(url: str, domains: Collection[str]) -> bytes:
             return await _get(target, host, port, address)
     except TimeoutError:
         raise ValueError(f"{host} did not send it within {FETCH_S:g} s") from None
-    except (OSError, httptools.HttpParserError) as error:  # ssl's errors are OSErrors
+    except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:  # ssl's errors are OSErrors
         raise ValueError(f"it cannot be fetched from {host} ({type(error).__name__})") from None
 
 

@@ -107,6 +107,7 @@ async def test_an_image_is_fetched_as_it_is(public: list[str], answer: bytes) ->
         (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nimage", "broke off"),
         (b"", "broke off"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "cannot be fetched"),
+        (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", "cannot be fetched"),
         (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", "more than"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + bytes(100_000), "more than"),
     ],
