@@ -355,6 +355,8 @@ class TokenizerManager:
         decoded = iter(await self._images.prepare([image for inp, _ in distinct.values() for image in inp.images]))
         placed = {
             key: expand_placeholders(ids, islice(decoded, len(inp.images)), rules.placeholder)
+            if inp.images
+            else (ids, ())
             for key, (inp, ids) in distinct.items()
         }
         for ids, _ in placed.values():

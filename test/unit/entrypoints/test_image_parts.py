@@ -42,6 +42,13 @@ def test_images_of_a_chat_completion() -> None:
     assert [message.text for message in body.messages] == ["Hi", "See", ""]
 
 
+def test_images_are_not_looked_for_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has millions of characters."""
+    monkeypatch.setattr(anthropic, "_is_image", None)
+    message = anthropic.InputMessage(role="assistant", content="Well")
+    assert message.content == "Well"
+
+
 def test_images_of_a_response() -> None:
     items: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "input_image", "image_url": URL, "detail": "high"}]},

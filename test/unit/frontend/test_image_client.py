@@ -269,6 +269,15 @@ async def test_placeholders_become_as_many_as_an_image_has_tokens(bench: Bench) 
     assert text.input_ids.tolist() == [4] and text.images == []
 
 
+async def test_prompts_without_images_are_not_looked_through_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body has millions of tokens, and the event loop has others to serve."""
+    monkeypatch.setattr("fenceline.frontend.tokenizer_manager.expand_placeholders", None)
+    await bench.manager.submit_many([GenerateInput(input_ids=[4, 5], rid="r"), GenerateInput(input_ids=[6], rid="s")])
+    assert [request.input_ids.tolist() for request in bench.link.requests()] == [[4, 5], [6]]
+
+
 async def test_the_tokenizer_gets_its_own_text_of_an_image() -> None:
     """As Gemma 3's does, whose chat template writes only the token that begins one."""
     bench = Bench(images=RULES)

@@ -130,7 +130,7 @@ class InputMessage(StrictModel):
     def _images_are_the_user_s(self) -> Self:
         if self.role == "system":
             _text_of(self.content)
-        elif self.role == "assistant" and any(map(_is_image, self.content)):
+        elif self.role == "assistant" and not isinstance(self.content, str) and any(map(_is_image, self.content)):
             raise ValueError("has an image, which messages of the assistant cannot have")
         return self
 
