@@ -29,8 +29,8 @@ torch.set_num_threads(1)
 
 TIERED = [workload.name for workload in (*HICACHE_WORKLOADS, EVERYTHING)]
 SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
-NAMES = [  # recordings hold no weights
-    name for name in SCRIPTED if name not in ("growth", "new_weights", *TIERED, *SPECULATIVE)
+NAMES = [  # recordings hold no weights; some of pictures speculate
+    name for name in SCRIPTED if name not in ("growth", "new_weights", "pictures", *TIERED, *SPECULATIVE)
 ]
 
 
