@@ -14,7 +14,7 @@ MAX_PIXELS = 1 << 26  # of an image: more than any phone's
 MAX_BYTES = 32 << 20  # of its file
 HEAD_BYTES = 3 << 14  # with which read_header nearly always has enough
 _MAX_SEGMENTS = 1024  # of a JPEG file before its size
-_PADDING = re.compile(rb"(?:\xff(?=\xff))*")  # of a JPEG segment; a loop over its bytes would take milliseconds
+_PADDING = re.compile(rb"\xff*")  # of a JPEG segment; a loop over its bytes would take milliseconds
 
 Format = Literal["PNG", "JPEG", "WEBP", "GIF"]
 
@@ -64,7 +64,7 @@ def _jpeg(head: bytes) -> Header | None:
     place = 2
     for _ in range(_MAX_SEGMENTS):
         padding = _PADDING.match(head, place)
-        place = place if padding is None else padding.end()
+        place = max(place, 0 if padding is None else padding.end() - 1)
         if len(head) < place + 9 or head[place] != 0xFF:
             return None
         kind = head[place + 1]
