@@ -17,17 +17,25 @@ I64 = npt.NDArray[np.int64]
 def prompt_axes(images: Iterable[ImageInput], start: int, end: int) -> I64:
     """The positions [3, end - start] of tokens ``start`` to ``end - 1`` of a request whose prompt has ``images``, in
     order. Tokens behind the last image, the answer's too, have one position in all axes."""
-    axes = np.tile(np.arange(end, dtype=np.int64), (3, 1))
+    axes = np.empty((3, end - start), dtype=np.int64)
+    place, delta = start, 0  # the first token that has no positions yet, and how far texts there are from their places
     for image in images:
         if image.offset >= end:
             break
+        if place < image.offset:
+            axes[:, place - start : image.offset - start] = np.arange(place, image.offset) + delta
+            place = image.offset
         rows, columns = image.grid
-        first, inside = axes[0, image.offset], np.arange(image.num_tokens)[: end - image.offset]
-        axes[1, image.offset : image.end] = first + inside // columns
-        axes[2, image.offset : image.end] = first + inside % columns
-        axes[0, image.offset : image.end] = first
-        axes[:, image.end :] += max(rows, columns) - image.num_tokens
-    return axes[:, start:]
+        last = min(image.end, end)
+        if place < last:
+            inside = np.arange(place, last) - image.offset
+            at = slice(place - start, last - start)
+            axes[0, at], axes[1, at], axes[2, at] = 0, inside // columns, inside % columns
+            axes[:, at] += image.offset + delta
+            place = last
+        delta += max(rows, columns) - image.num_tokens
+    axes[:, place - start :] = np.arange(place, end) + delta
+    return axes
 
 
 def position_delta(images: Iterable[ImageInput]) -> int:

@@ -32,3 +32,10 @@ def test_axes_are_those_of_transformers(grids: list[tuple[int, int]], between: i
     np.testing.assert_array_equal(axes[:, len(ids) :], np.tile(behind, (3, 1)))
     for start in range(len(ids)):
         np.testing.assert_array_equal(prompt_axes(placed, start, start + 3), axes[:, start : start + 3])
+
+
+def test_a_chunk_costs_what_it_is_long_itself() -> None:
+    """The scheduler computes the axes of each chunk of a prompt."""
+    start = 1 << 40
+    image = ImageInput(pixels=b"", height=0, width=0, grid=(2, 3), digest=bytes(16), offset=1)
+    np.testing.assert_array_equal(prompt_axes([image], start, start + 2), [[start - 3, start - 2]] * 3)
