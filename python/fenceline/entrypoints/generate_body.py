@@ -16,6 +16,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
 from fenceline.constrained.spec import GrammarKind, GrammarSpec, ThinkTokens
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
+from fenceline.frontend.request_prepare import check_num_images
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
@@ -133,7 +134,8 @@ def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
 
 
 def _check_counts(body: GenerateBody) -> None:
-    """Raise RequestError 400 for a list with more entries than there may be requests, or parameters with too many."""
+    """Raise RequestError 400 for a list with more entries than there may be requests, too many images, or parameters
+    with too many."""
     for listed in (
         body.text, body.sampling_params, body.rid, body.return_logprob, body.logprob_start_len, body.top_logprobs_num,
         body.token_ids_logprob, body.extra_key, body.cache_salt,
@@ -146,6 +148,9 @@ def _check_counts(body: GenerateBody) -> None:
             check_num_params(one.stop, one.stop_token_ids, one.logit_bias)
     if body.input_ids and isinstance(body.input_ids[0], list):  # a mixture is refused later, see _prompts
         check_num_requests(len(body.input_ids), 1)
+    if isinstance(body.image_data, list):
+        given = [one if isinstance(one, list) else [one] for one in body.image_data]
+        check_num_images([list(filter(None, urls)) for urls in given])
 
 
 def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import msgspec
 import numpy as np
@@ -190,7 +190,7 @@ def check_num_tokens(num_tokens: int, limits: SchedulerReady) -> None:
         )
 
 
-def check_num_images(images: Sequence[Sequence[ImageSource]]) -> None:
+def check_num_images(images: Sequence[Sized]) -> None:
     """Raise RequestError for more images than the prompts of one body may have together."""
     total = sum(map(len, images))
     if total > MAX_BODY_IMAGES:

@@ -142,8 +142,8 @@ class TokenizerManager:
             inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
-        for inp in inputs:
-            self.check_images(inp.images)
+        for shared in {id(inp.images): inp.images for inp in inputs}.values():
+            self.check_images(shared)
         inputs = self._as_tokenized(inputs)
         given = await self._check_untokenised(inputs, limits)
         specs = {

@@ -14,11 +14,13 @@ from PIL import Image
 from fenceline.entrypoints.anthropic import protocol as anthropic
 from fenceline.entrypoints.engine import _body, _chat_body
 from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.generate_body import parse_generate
 from fenceline.entrypoints.openai.parsing import chat_completion, parse_body, parse_model
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.responses_protocol import RULES, ResponsesBody, chat_fields, input_messages
 from fenceline.entrypoints.openai.serving_chat import render_chat
 from fenceline.entrypoints.openai.serving_responses import ResponseStore
+from fenceline.frontend.request_types import RequestError
 from fenceline.images.decode import decode, from_base64
 
 URL, OTHER = "data:image/png;base64,AAAA", "data:image/jpeg;base64,BBBB"
@@ -167,3 +169,13 @@ def test_a_large_image_comes_through_the_process_that_parses_large_bodies() -> N
     noise = io.BytesIO(np.random.default_rng(0).bytes(20 << 20)).getvalue()
     body = chat([{"type": "image_url", "image_url": {"url": data_url(noise)}}])
     assert _Unpickler(*_pickled(body)).load() == body
+
+
+def test_too_many_images_are_refused_by_their_number() -> None:
+    def parsed(*images: object) -> object:
+        body = {"text": ["a"] * len(images), "image_data": images}
+        return parse_generate(orjson.dumps(body), UNKNOWN).image_data
+
+    assert parsed(*["AAAA", ["AAAA", None]] * 128, *[None, [None], []] * 99)
+    with pytest.raises(RequestError, match="have 257 images together"):
+        parsed(*["AAAA", ["AAAA", None]] * 128, ["AAAA"])

@@ -269,6 +269,13 @@ async def test_placeholders_become_as_many_as_an_image_has_tokens(bench: Bench) 
     assert text.input_ids.tolist() == [4] and text.images == []
 
 
+async def test_images_that_samples_share_are_checked_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(ImageClient, "check", lambda _, images: checked.append(len(images)))
+    await bench.manager.submit_many(expand_samples(asked(7, images=[source(GOOD)]), 9))
+    assert checked == [1] and len(bench.link.requests()) == 9
+
+
 async def test_prompts_without_images_are_not_looked_through_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
