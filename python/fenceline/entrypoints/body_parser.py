@@ -248,6 +248,10 @@ def _pickled(result: object) -> tuple[bytes, list[bytes | array[int]]]:
     return file.getvalue(), pickler.apart
 
 
+# How images begin: data: URLs, and PNG, JPEG, WebP and GIF files in base64.
+_IMAGES = ("data:", "iVBORw0KGgo", "/9j/", "UklGR", "R0lGODdh", "R0lGODlh")
+
+
 class _Pickler(pickle.Pickler):
     """Puts long strings and long lists of whole numbers aside. Raises RequestError for more than
     :data:`MAX_BODY_OBJECTS` others: each costs this process's parent time to build and to free."""
@@ -264,7 +268,7 @@ class _Pickler(pickle.Pickler):
                 400, f"the body has more than {MAX_BODY_OBJECTS} values, besides token ids; send several requests"
             )
         if type(value) is str and len(value) > _APART_CHARS:
-            if len(value) > (MAX_IMAGE_CHARS if value.startswith("data:") else MAX_TEXT_CHARS):
+            if len(value) > (MAX_IMAGE_CHARS if value.startswith(_IMAGES) else MAX_TEXT_CHARS):
                 raise RequestError(
                     400,
                     f"a text has {len(value)} characters, at most {MAX_TEXT_CHARS} are allowed in one; shorten it",

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from tiny_tokenizers import byte_level
 
 from fenceline.config.engine_config import resolve
+from fenceline.config.request_limits import MAX_TEXT_CHARS
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import body_parser
 from fenceline.entrypoints.body_parser import BodyParser, count_values
@@ -198,6 +199,14 @@ async def test_what_is_counted_as_too_much_never_reaches_a_parser() -> None:
     for data in (LISTS * 3, b'"' * 5_000_000):
         result = body_parser._parsed(Nowhere(), data, 1 << 20)
         assert isinstance(result, RequestError)
+
+
+@pytest.mark.parametrize("begin", ["data:image/png;base64,iVBOR", "iVBORw0KGgoA", "/9j/4AAQ", "UklGRkA", "R0lGODlh"])
+async def test_large_images_may_be_longer_than_texts(warm_parser: BodyParser, begin: str) -> None:
+    """Of all routes: /v1/messages and /generate have base64 alone."""
+    url = begin + "A" * MAX_TEXT_CHARS
+    body = await warm_parser.parse(request_of(orjson.dumps({"text": "a", "image_data": url})), parse_generate)
+    assert body.image_data == url
 
 
 def test_lists_of_ids_come_back_in_pieces_between_frames(monkeypatch: pytest.MonkeyPatch) -> None:
