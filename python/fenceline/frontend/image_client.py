@@ -26,6 +26,7 @@ from fenceline.images.prepare import ImageSettings
 from fenceline.ipc.forked_jobs import JobResult
 
 MAX_WAITING = 1024  # to be decoded
+MAX_PIXEL_BYTES = 4 << 30  # of the requests in flight, each of which keeps its images decoded, in every rank
 MAX_FETCHES = 8  # at a time, until what they bring is decoded
 LOW_PIXELS = 512 * 512  # of an image with the detail "low"
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+|application/octet-stream)?(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
@@ -44,7 +45,7 @@ class ImageClient:
         self._num_children = min(8, max(2, num_usable_cores() // 2))
         self._queue = JobQueue(self._num_children)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
-        self._num_waiting = 0
+        self._num_waiting = self._num_bytes = 0  # images, and the pixels that they will have at least
 
     def check(self, images: Sequence[ImageSource]) -> None:
         """Raise RequestError (400) for images that this server does not take, whatever they show."""
@@ -82,17 +83,26 @@ class ImageClient:
                 raise _refused(image, str(error)) from None
         return tokens
 
-    async def prepare(self, images: Sequence[ImageSource]) -> list[ImageInput]:
-        """The images as the model gets them. Raises RequestError: 400 with the reason where one cannot be decoded, 503
-        where it could be later."""
+    async def prepare(
+        self, images: Sequence[ImageSource], least_tokens: int = 0, num_held: int = 0
+    ) -> list[ImageInput]:
+        """The images as the model gets them. ``least_tokens``: of all of them; ``num_held``: bytes of the pixels that
+        requests in flight have. Raises RequestError: 400 with the reason where one cannot be decoded, 503 where it
+        could be later."""
+        assert self.rules is not None, "checked before"
+        num_bytes = 3 * self.rules.settings.factor**2 * least_tokens
+        if images and num_held + self._num_bytes + num_bytes > MAX_PIXEL_BYTES:
+            raise RequestError(503, "the images of the requests in flight take too much memory; try again later")
         if self._num_waiting + len(images) > MAX_WAITING:
             raise RequestError(503, f"{self._num_waiting} images wait to be decoded; try again later")
         self._num_waiting += len(images)
+        self._num_bytes += num_bytes
         tasks = [asyncio.ensure_future(self._prepared(image)) for image in images]
         try:
             return await asyncio.gather(*tasks)
         finally:
             self._num_waiting -= len(images)
+            self._num_bytes -= num_bytes
             for task in tasks:
                 task.cancel()
 

@@ -33,6 +33,7 @@ class RequestEntry:
     stream: RequestStream
     num_prompt_tokens: int
     rank: int  # see PriorityConfig.rank
+    num_pixel_bytes: int = 0  # of its images, its share of those that samples of a prompt share
     displaced: bool = False  # aborted to make room in the queue
     created: float = field(default_factory=time.perf_counter)
     started: bool = False
@@ -91,6 +92,7 @@ class RequestTable:
         self._families: Counter[str] = Counter()  # how many requests of each are active
         self._past: dict[str, int] = {}  # ids used before (the latest of them) and how often
         self._held_tokens = 0  # of started requests
+        self.num_pixel_bytes = 0  # of all requests
 
     def __len__(self) -> int:
         return len(self._active)
@@ -160,12 +162,15 @@ class RequestTable:
             admitted += 1
         return len(prompts) - admitted
 
-    def add(self, message: TokenizedGenerateReq, stream: RequestStream, family: str = "") -> RequestEntry:
+    def add(
+        self, message: TokenizedGenerateReq, stream: RequestStream, family: str = "", num_pixel_bytes: int = 0
+    ) -> RequestEntry:
         """Start keeping track of a request that :meth:`admit` allowed."""
         assert stream.rid not in self._active
         assert message.rid not in self._by_wire
         rank, num_tokens = self._rank(message.priority), len(message.input_ids)
-        entry = RequestEntry(stream.rid, family, message.rid, stream, num_tokens, rank)
+        entry = RequestEntry(stream.rid, family, message.rid, stream, num_tokens, rank, num_pixel_bytes)
+        self.num_pixel_bytes += num_pixel_bytes
         self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
         if family and family != entry.rid:
             self._families[family] += 1
@@ -203,12 +208,13 @@ class RequestTable:
         self._waiting.clear()
         self._by_wire.clear()
         self._families.clear()
-        self._held_tokens = 0
+        self._held_tokens = self.num_pixel_bytes = 0
         return entries
 
     def _forget(self, entry: RequestEntry) -> None:
         del self._active[entry.rid]
         del self._by_wire[entry.wire_rid]
+        self.num_pixel_bytes -= entry.num_pixel_bytes
         if entry.family in self._families:
             self._families[entry.family] -= entry.family != entry.rid
             if not self._families[entry.family]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -164,7 +165,11 @@ class TokenizerManager:
             check_num_logprobs(messages)
             for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
                 self._displace(entry)
-            streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
+            sharing = Counter(map(id, images))
+            streams = [
+                self._start(inp, message, sum([len(one.pixels) for one in pictures]) // sharing[id(pictures)])
+                for inp, message, pictures in zip(inputs, messages, images, strict=True)
+            ]
         return StreamGroup(streams)
 
     # A body may have thousands of prompts, so both methods let other tasks run from time to time. The samples of a
@@ -347,12 +352,16 @@ class TokenizerManager:
         keys = [(id(ids), id(inp.images) if inp.images else 0) for inp, ids in zip(inputs, prompts, strict=True)]
         distinct = dict(zip(keys, zip(inputs, prompts, strict=True), strict=True))
         check_num_images([inp.images for inp, _ in distinct.values()])
+        least_tokens = 0
         for inp, ids in distinct.values():
             check_placeholders(ids, inp.images, rules.placeholder)
             if inp.images:
-                check_num_tokens(len(ids) - len(inp.images) + self._images.least_tokens(inp.images), limits)
+                of_images = self._images.least_tokens(inp.images)
+                check_num_tokens(len(ids) - len(inp.images) + of_images, limits)
+                least_tokens += of_images
                 await asyncio.sleep(0)
-        decoded = iter(await self._images.prepare([image for inp, _ in distinct.values() for image in inp.images]))
+        sources = [image for inp, _ in distinct.values() for image in inp.images]
+        decoded = iter(await self._images.prepare(sources, least_tokens, self._table.num_pixel_bytes))
         placed = {
             key: expand_placeholders(ids, islice(decoded, len(inp.images)), rules.placeholder)
             if inp.images
@@ -363,9 +372,9 @@ class TokenizerManager:
             check_num_tokens(len(ids), limits)
         return [placed[key][0] for key in keys], [placed[key][1] for key in keys]
 
-    def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
+    def _start(self, inp: GenerateInput, message: TokenizedGenerateReq, num_pixel_bytes: int) -> RequestStream:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
-        self._table.add(message, stream, inp.family)
+        self._table.add(message, stream, inp.family, num_pixel_bytes)
         self._link.send(message)
         self._start_ticks()
         self._log.received(inp, message)

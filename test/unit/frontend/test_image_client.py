@@ -17,7 +17,7 @@ from hostile_images import data_url, hostile_images, oriented, picture, png, wri
 from PIL import Image
 
 from fenceline.config.image_rules import ImageRules
-from fenceline.frontend import job_process, request_prepare
+from fenceline.frontend import image_client, job_process, request_prepare
 from fenceline.frontend.image_client import ImageClient
 from fenceline.frontend.request_types import GenerateInput, ImageDetail, ImageSource, RequestError, expand_samples
 from fenceline.images.decode import DecodeJob, decode
@@ -274,6 +274,22 @@ async def test_images_that_samples_share_are_checked_once(bench: Bench, monkeypa
     monkeypatch.setattr(ImageClient, "check", lambda _, images: checked.append(len(images)))
     await bench.manager.submit_many(expand_samples(asked(7, images=[source(GOOD)]), 9))
     assert checked == [1] and len(bench.link.requests()) == 9
+
+
+async def test_pixels_of_requests_in_flight_are_limited(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 37 KB has 38 MB of pixels, which its request keeps until it ends."""
+    num_bytes = len(prepare(decode(GOOD), SETTINGS).pixels)
+    monkeypatch.setattr(image_client, "MAX_PIXEL_BYTES", 2 * num_bytes)
+    first = await bench.manager.submit_many(expand_samples(asked(7, images=[source(GOOD)]), 2))
+    done = asyncio.gather(
+        *(bench.manager.submit(asked(7, images=[source(GOOD)], rid=rid)) for rid in "st"), return_exceptions=True
+    )
+    second, refused = await done
+    assert isinstance(refused, RequestError) and refused.status == 503 and "too much memory" in refused.message
+    await bench.manager.submit(GenerateInput(input_ids=[4], rid="text"))
+    for stream in (*first.streams, second):
+        stream.close()
+    await bench.manager.submit(asked(7, 7, images=[source(GOOD)] * 2, rid="u"))
 
 
 async def test_prompts_without_images_are_not_looked_through_again(
