@@ -298,7 +298,8 @@ def make_memory(num_pages: int, num_rows: int, page_size: int = 1) -> RequestMem
 
 def req_of(rid: str, prompt: list[int], body: int = 0, max_new: int = 1, rank: int = 0) -> Req:
     source = TokenizedGenerateReq(rid, array("i"), SamplingParams(), body=body)
-    return Req(source, np.array(prompt, np.int32), frozenset(), 0, max_new, 1, rank=rank)
+    ids = np.array(prompt, np.int32)
+    return Req(source, ids, ids, (), frozenset(), 0, max_new, 1, rank=rank)
 
 
 def admit(memory: RequestMemory, req: Req) -> None:

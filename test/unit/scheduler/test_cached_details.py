@@ -31,7 +31,9 @@ def make_req(details: CachedTokensDetails | None) -> Req:
     source = TokenizedGenerateReq(rid="r", input_ids=id_array(range(8)), sampling_params=SamplingParams())
     return Req(
         source=source,
-        prompt_ids=np.arange(8, dtype=np.int64),
+        prompt_ids=np.arange(8, dtype=np.int32),
+        prompt_keys=np.arange(8, dtype=np.int32),
+        images=(),
         stop_ids=frozenset(),
         seed=0,
         max_new_tokens=4,

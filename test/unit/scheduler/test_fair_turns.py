@@ -84,7 +84,8 @@ def test_any_queue_keeps_the_order_of_each_body(ops: list[tuple[str, int, int, i
     for number, (op, body, rank, pick) in enumerate(ops):
         if op == "a":
             source = request(f"r{number}", [1, 2, 3], body=body)
-            req = Req(source, np.array([1, 2, 3], np.int32), frozenset(), 0, 9, 1, rank)
+            ids = np.array([1, 2, 3], np.int32)
+            req = Req(source, ids, ids, (), frozenset(), 0, 9, 1, rank=rank)
             queue.add(req)
             expected.setdefault(key(req), []).append(req.rid)
         elif op == "t" and (first := next(queue.in_turn(lambda req: True), None)) is not None:
