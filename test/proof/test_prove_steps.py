@@ -72,6 +72,7 @@ def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
         "held",
         "together",
         "fetched",
+        "stored_pictures",
     }
     replayed, fallbacks = set(), set()
     for name in sorted(set(SCRIPTED) - without):

@@ -106,8 +106,9 @@ def tiers() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    model = save_vision_model(tmp_path_factory.mktemp("vision"))
-    with LiveServer.real("--model-path", str(model), "--device", "cpu") as server:
+    directory = tmp_path_factory.mktemp("vision")
+    save_vision_model(directory)
+    with LiveServer.real("--model-path", str(directory), "--device", "cpu") as server:
         yield server.wait_ready()
 
 
