@@ -270,8 +270,8 @@ def _named_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """The same in storage alone."""
     right = hiradix_cache.page_keys
 
-    def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int) -> list[bytes]:
-        return right(parent, tokens[: len(tokens) - lookahead], page_size)
+    def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int, images: Any) -> list[bytes]:
+        return right(parent, tokens[: len(tokens) - lookahead], page_size, images=images)
 
     patch.setattr(hiradix_cache, "page_keys", wrong)
     patch.setattr(hicache, "page_keys", wrong)

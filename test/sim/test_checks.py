@@ -7,16 +7,14 @@ import torch
 from conformance_vgpu import make_gpu
 
 from fenceline.memory_order.kernel import declared
-from fenceline_sim import (
+from fenceline_sim import RaceError, VirtualGpu, use
+from fenceline_sim.errors import (
     BoundsError,
     CheckError,
     FreshnessError,
     GenerationError,
     ProtectionError,
-    RaceError,
     StaleMemoryError,
-    VirtualGpu,
-    use,
 )
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")

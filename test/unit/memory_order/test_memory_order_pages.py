@@ -44,8 +44,8 @@ def test_an_edge_may_join_several_pairs() -> None:
     assert (forward, StreamName.LOAD) not in SM_EXCLUSIVE.pairs
     assert (host, store) in HOST_PAGE_REUSE.pairs and (host, StreamName.LOAD) in HOST_PAGE_REUSE.pairs
     assert (store, host) not in HOST_PAGE_REUSE.pairs
-    for pair in ("forward ← store", "store ← forward"):
-        assert f"| sm_exclusive | {pair} | exclusive |" in edges_page.render()
+    for row in ("forward ← store | exclusive", "store ← forward | ″"):
+        assert f"| sm_exclusive | {row} |" in edges_page.render()
     assert all((edge.waiter, edge.source) == edge.pairs[0] for edge in EDGES.values())
 
 
