@@ -255,9 +255,7 @@ class TritonAttentionBackend(AttentionBackend):
             num = some.stop - first
             lists = PagedRequests(slots[some], self._lists[:num], counts[some], 1)
             config = replace(self.decode_config(num), launch_pdl=False)
-            decode_attention(
-                q[some], keys, values, lists, scale, self.workspace, config, rules=rules, out=out[some]
-            )  # fmt: skip
+            decode_attention(q[some], keys, values, lists, scale, self.workspace, config, rules=rules, out=out[some])
         return out
 
     def _plan_decode(self, requests: PagedRequests, longest: int) -> AttentionPlan:
