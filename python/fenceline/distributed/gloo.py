@@ -48,26 +48,34 @@ def _tcp_store(rank: int, size: int, meeting: str) -> Any:
     return store(host, int(port), size, rank == 0, NO_LIMIT, master_listen_fd=descriptor)
 
 
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 class GlooBackend(CollectiveBackend):
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
     def __init__(self, rank: int, size: int, meeting: str, interface: str | None = None) -> None:
         """Waits until all ``size`` ranks have joined at ``meeting`` (see ``join_group``). ``interface``: the network
-        interface that the ranks use, the loopback one unless given. Raises ``ValueError`` if they cannot meet."""
+        interface that the ranks use, the loopback one unless given. Raises ``ValueError`` if they cannot meet,
+        ``PeerLostError`` if one of them has ended since."""
         self.rank = rank
         self.size = size
         os.environ.setdefault(_INTERFACE, interface or LOOPBACK)  # the host's name may have no address
         try:
             join_group("gloo", rank, size, meeting)
         except dist.DistNetworkError as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"the ranks cannot meet at {meeting} ({reason}): check --dist-init-addr") from error
+            raise ValueError(
+                f"the ranks cannot meet at {meeting} ({first_line(error)}): check --dist-init-addr"
+            ) from error
+        except RuntimeError as error:  # a rank came to the meeting and has ended since
+            raise PeerLostError(f"rank {rank} of {size}: the ranks cannot connect ({first_line(error)})") from error
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         try:
             dist.all_gather(list(out), x)
         except RuntimeError as error:
-            text = str(error).partition("\n")[0].partition(". ")[0]  # gloo's advice after it does not apply here
+            text = first_line(error).partition(". ")[0]  # gloo's advice after it does not apply here
             raise PeerLostError(f"rank {self.rank} of {self.size}: a collective has failed ({text})") from error
 
     def give_up(self) -> None:

@@ -16,7 +16,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from fenceline.distributed.gloo import LOOPBACK, join_group
+from fenceline.distributed.gloo import LOOPBACK, first_line, join_group
 from fenceline.memory_order import CollectiveBackend, CommunicatorError, PeerLostError
 
 
@@ -37,7 +37,7 @@ class NcclBackend(CollectiveBackend):
             # With device_id, NCCL makes its communicator now and not in the first operation.
             join_group("nccl", rank, size, meeting, device_id=device)
         except RuntimeError as error:
-            raise ValueError(f"the ranks cannot meet at {meeting} with NCCL ({_first_line(error)})") from error
+            raise ValueError(f"the ranks cannot meet at {meeting} with NCCL ({first_line(error)})") from error
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture if no operation of this
@@ -52,7 +52,7 @@ class NcclBackend(CollectiveBackend):
             dist.all_gather_into_tensor(out, x)
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self.rank} of {self.size}: a collective has failed ({_first_line(error)})"
+                f"rank {self.rank} of {self.size}: a collective has failed ({first_line(error)})"
             ) from error
         if not capturing:
             self._warm.add(nbytes)
@@ -76,7 +76,3 @@ class NcclBackend(CollectiveBackend):
         """See ``memory_order.CollectiveBackend``. Nothing runs any more, and the end of the process frees the group: to
         destroy it would wait for graphs that contain its operations, and an abort may not have ended when CUDA does.
         The process has to end by ``os._exit``, because the group's destructor aborts it too."""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -10,6 +10,7 @@ from gloo_ranks import numbers, run_gloo_ranks
 from live_server import unused_port
 
 from fenceline.distributed.gloo import GlooBackend
+from fenceline.memory_order import PeerLostError
 
 
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -40,3 +41,16 @@ def test_ranks_over_gloo(tmp_path: Path, hosts: int) -> None:
 def test_rank_0_listens_at_an_address_of_its_own_host() -> None:
     with pytest.raises(ValueError, match="cannot meet at tcp://203.0.113.9:20000 .*: check --dist-init-addr"):
         GlooBackend(0, 2, "tcp://203.0.113.9:20000")
+
+
+def test_a_rank_that_ends_while_the_others_connect_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that is left does not report this as its own fault: the parent says which one has ended, and why."""
+
+    def refused(*_args: object, **_kwargs: object) -> None:
+        raise RuntimeError(
+            "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused\nat"
+        )
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refused)
+    with pytest.raises(PeerLostError, match=r"rank 0 of 2: the ranks cannot connect \(.*: Connection refused\)$"):
+        GlooBackend(0, 2, (tmp_path / "meeting").as_uri())
