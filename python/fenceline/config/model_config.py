@@ -15,6 +15,7 @@ from fenceline.config.families import FAMILIES, ExpertsConfig, Family, IndexerCo
 from fenceline.config.kv_layout import KVRow, index_keys, keys_and_values, latent
 from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
+from fenceline.config.state_layout import StateLayout, StateSpec
 from fenceline.config.vision import VisionConfig
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
@@ -60,7 +61,8 @@ class ModelConfig:
     that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected. ``vision``
     is the tower of a model that reads images; None: it reads texts alone. ``rope_axes`` says by
     which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2 the column in an image; empty:
-    positions have one axis.
+    positions have one axis. ``states`` has what each layer keeps that is recurrent, and None for one that attends, the
+    only ones with rows in the KV pool (empty: all layers attend).
     """
 
     model_path: str
@@ -103,6 +105,7 @@ class ModelConfig:
     indexer: IndexerConfig | None = None
     vision: VisionConfig | None = None
     rope_axes: tuple[int, ...] = ()
+    states: tuple[StateSpec | None, ...] = ()
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -110,6 +113,17 @@ class ModelConfig:
     def layer_indices(self) -> range:
         """The index of each layer."""
         return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """What the recurrent layers keep of a request; None: there are none."""
+        specs = tuple(spec for spec in self.states if spec is not None)
+        return StateLayout(specs) if specs else None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that have rows in the KV pool."""
+        return self.num_layers - sum(spec is not None for spec in self.states)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens; None: it attends to all tokens."""
@@ -136,11 +150,11 @@ class ModelConfig:
         if self.latent is not None:
             rows, index = latent(self.latent.width, dtype), self.indexer
             if index is None:
-                return (rows,) * self.num_layers
+                return (rows,) * self.num_attention_layers
             keys = index_keys(index.head_dim, dtype)
             return tuple(rows + keys if layer in index.layers else rows for layer in self.layer_indices)
         num_heads = max(self.num_kv_heads // num_ranks, 1)
-        return (keys_and_values(num_heads, self.head_dim, dtype),) * self.num_layers
+        return (keys_and_values(num_heads, self.head_dim, dtype),) * self.num_attention_layers
 
     @property
     def rotary_dim(self) -> int:

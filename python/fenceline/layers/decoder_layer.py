@@ -24,7 +24,8 @@ from fenceline.memory_order import ArenaField, Role
 @dataclass(frozen=True, slots=True)
 class LayerSite:
     """What a layer is built from: it is layer ``index`` of the model that ``config`` describes, and layer ``layer_id``
-    of the KV pool. ``context`` names its tensors in the checkpoint; ``rotary`` rotates its queries and keys."""
+    of the KV pool, or of the pool of states if it is recurrent. ``context`` names its tensors in the checkpoint;
+    ``rotary`` rotates its queries and keys."""
 
     config: ModelConfig
     context: LayerContext

@@ -116,7 +116,7 @@ class EmbeddingPool:
     tokens without an image name. The scheduler says which image has which rows (``scheduler/image_cache.py``)."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = _zeros((num_rows, width), dtype, device)
+        self.rows = zeros((num_rows, width), dtype, device)
 
 
 def _allocate(
@@ -129,12 +129,12 @@ def _allocate(
         shape = (num_layers, len(rows), num_slots, *rows[0].shape)
         return [tuple(layer) for layer in torch.zeros(shape, dtype=getattr(torch, rows[0].dtype), device=device)]
     return [
-        tuple(_zeros((num_slots, *row.shape), getattr(torch, row.dtype), device) for row in rows)
+        tuple(zeros((num_slots, *row.shape), getattr(torch, row.dtype), device) for row in rows)
         for _ in range(num_layers)
     ]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On the CPU the system provides the memory of numpy's zeros when it is first written, so a pool of
     gigabytes takes no time at the start and no memory before it is used; torch.zeros would write all of it."""
     if device.type != "cpu":

@@ -29,7 +29,7 @@ class LeasePool:
     have passed their Points are preferred, then the longest retired."""
 
     def __init__(self, name: str, size: int, reserved: int = 1) -> None:
-        assert 0 <= reserved < size, f"{name}: {size} ids of which {reserved} reserved leave none"
+        assert 0 <= reserved <= size and size, f"{name}: {size} ids, of which {reserved} are reserved"
         self.name = name
         self.size = size
         self.reserved = reserved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 
@@ -223,11 +223,15 @@ def rules_of(layers: Iterable[DecoderLayer]) -> dict[int, LayerRules]:
 def make_layers(
     make: LayerMaker, config: ModelConfig, context: LayerContext, prefix: str, rotary: RotaryEmbedding, first: int
 ) -> list[DecoderLayer]:
-    """All layers of ``config``: their names in the checkpoint are ``prefix`` and their indices, and in the KV pool they
-    are those from ``first`` on."""
+    """All layers of ``config``: their names in the checkpoint are ``prefix`` and their indices. In the KV pool those
+    that attend are the ones from ``first`` on, and in the pool of states the others are the ones from 0 on."""
+    of_pages, of_states = count(first), count()
+    specs = config.states or (None,) * config.num_layers
     return [
-        make(LayerSite(config, context.inside(f"{prefix}{index}"), rotary, layer_id, index))
-        for layer_id, index in enumerate(config.layer_indices, start=first)
+        make(LayerSite(config, context.inside(f"{prefix}{index}"), rotary, next(ids), index))
+        for index, ids in zip(
+            config.layer_indices, [of_pages if spec is None else of_states for spec in specs], strict=True
+        )
     ]
 
 
