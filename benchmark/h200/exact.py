@@ -3,6 +3,7 @@
     python benchmark/h200/exact.py run --out DIR --model demo --device cpu --seconds 600        # a piece
     python benchmark/h200/exact.py run --out DIR --model 0.6b --configs eagle3_tree everything --jitter 7
     python benchmark/h200/exact.py sum DIR                                                      # all pieces
+    python benchmark/h200/exact.py severed --out DIR --lanes 8 --seconds 60                     # the witness itself
 
 A pool of requests of every kind is answered once by a quiet server that has nothing else to do and shares no prefix:
 the reference. Then servers with graphs, tiers, drafts, retractions and so on answer them again and again in random
@@ -14,6 +15,9 @@ request, position, step and the server's flight record.
 piece goes on from there. ``sum`` prints their counts together. Both return 1 if an answer differed, a request failed,
 a step fell back from its graph or was repaired. What is part of a model's identity (``--tp-size``, ``--quantization``,
 ...) goes into --identity, which the quiet server gets too. --jitter and --sever: see disturbed.py.
+
+``severed`` makes a piece of each edge and guard without it, and a table of what each shows: bits that differ, errors
+or nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +30,16 @@ import json
 import math
 import random
 import re
+import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -550,6 +557,47 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
+def severed(args: argparse.Namespace) -> int:
+    """``severed``: the exit code, which is 1 if the intact server shows anything. --seconds are those of each name; the
+    intact server has a minute more, in which the quiet one answers."""
+
+    def piece(name: str | None) -> tuple[list[Json], str]:
+        """Its lines, and what its process said last."""
+        folder = args.out / (name or "intact")
+        folder.mkdir(parents=True, exist_ok=True)
+        if name is not None:
+            for reference in (args.out / "intact").glob("reference-*.json"):
+                shutil.copy(reference, folder)
+        seconds = args.seconds + (60 if name is None else 0)
+        command = [sys.executable, __file__, "run", f"--out={folder}", f"--seconds={seconds}"]
+        command += [f"--model={args.model}", f"--device={args.device}", f"--identity={args.identity}"]
+        command += [f"--jitter={args.seed}", f"--requests={args.requests}", f"--longest={args.longest}"]
+        command += ["--configs", *args.configs, *(["--sever", name] if name else [])]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        (folder / "run.log").write_text(ended.stdout)
+        file = folder / "pieces.jsonl"
+        lines = [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
+        return lines, "" if lines else ended.stdout.rstrip().rpartition("\n")[2]
+
+    intact = shown_by(*piece(None))
+    print(f"intact: {intact[0]}, {intact[1]} answers {intact[2]}", flush=True)
+    with ThreadPoolExecutor(args.lanes) as pool:
+        rows = [[name, *shown_by(*found)] for name, found in zip(args.names, pool.map(piece, args.names), strict=True)]
+    print(table(["severed", "shows as", "answers", "first"], rows))
+    return int(intact[0] != "nothing")
+
+
+def shown_by(lines: Sequence[Json], words: str) -> tuple[str, str, str]:
+    """What a piece shows, the number of its answers, and the first fault. ``words``: if its process left no line."""
+    answers = sum(line.get("answers", 0) for line in lines)
+    found = [fault for line in lines for fault in faults(line)] or ([words] if words else [])
+    if any(line.get("different") for line in lines):
+        kind, found = "bits", [fault for fault in found if "bits differ" in fault]
+    else:
+        kind = "an error" if found else "nothing"
+    return kind, f"{answers:,}", " ".join(found[0].split())[:160] if found else ""
+
+
 def faults(line: Json) -> list[str]:
     """What a piece shows to be wrong."""
     found = [f"{name}: {line[name]}" for name in ("fallbacks", "repairs", "used_tokens") if line.get(name)]
@@ -599,28 +647,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     summing = parts.add_parser("sum", help="the table of all pieces")
     summing.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     running = parts.add_parser("run", help="a piece")
-    running.add_argument("--out", type=Path, required=True, help="folder for reference, logs and pieces.jsonl")
-    running.add_argument("--model", choices=[*DEMOS, *SHAPES], default="demo")
-    running.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    running.add_argument("--dtype", default="bfloat16")
-    running.add_argument("--identity", default="", help="--identity='FLAGS': more flags of all servers")
-    running.add_argument("--seconds", type=float, default=600.0, help="for everything, servers' starts too")
-    running.add_argument("--requests", type=int, default=504, help="in the pool")
-    running.add_argument("--longest", type=int, default=8000, help="tokens of the longest prompt")
-    running.add_argument("--workers", type=int, default=24, help="requests at a time")
     every, severable = [*configurations(0, 0, True, "")], sorted({*EDGES, *EDGE_PARTS, *GUARDS})
+    running.add_argument("--seconds", type=float, default=600.0, help="for everything, servers' starts too")
     running.add_argument("--configs", nargs="+", default=[], choices=every, help="unless given, all that can be")
-    running.add_argument("--seed", type=int, default=1, help="of the company; another one for each piece")
+    running.add_argument("--dtype", default="bfloat16")
+    running.add_argument("--workers", type=int, default=24, help="requests at a time")
     running.add_argument("--jitter", type=int, metavar="SEED", help="random delays on host and streams")
     running.add_argument(
         "--sever", action="append", default=[], choices=severable, metavar="NAME", help="an edge or guard"
     )
     running.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
+    severing = parts.add_parser("severed", help="a piece without each edge and guard, with random delays")
+    severing.add_argument("names", nargs="*", default=severable, metavar="NAME", help="unless given, all")
+    severing.add_argument("--lanes", type=int, default=1, help="pieces at a time")
+    severing.add_argument("--seconds", type=float, default=60.0, help="of a piece")
+    severing.add_argument("--configs", nargs="+", default=["kernel_files", "everything"], choices=every)
+    for part in (running, severing):
+        part.add_argument("--out", type=Path, required=True, help="folder for reference, logs and pieces.jsonl")
+        part.add_argument("--model", choices=[*DEMOS, *SHAPES], default="demo")
+        part.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+        part.add_argument("--identity", default="", help="--identity='FLAGS': more flags of all servers")
+        part.add_argument("--requests", type=int, default=504, help="in the pool")
+        part.add_argument("--longest", type=int, default=8000, help="tokens of the longest prompt")
+        part.add_argument("--seed", type=int, default=1, help="of the company; another one for each piece")
     args = parser.parse_args(argv)
-    if args.what == "run":
+    if args.what != "sum":
+        if unknown := set(getattr(args, "names", ())) - {*severable}:
+            parser.error(f"no edge or guard has the name {', '.join(sorted(unknown))}")
         args.out = args.out.resolve()
         args.out.mkdir(parents=True, exist_ok=True)
-        return run(args)
+        return run(args) if args.what == "run" else severed(args)
     lines = [json.loads(text) for d in args.folders for text in (d / "pieces.jsonl").read_text().splitlines()]
     print(report(lines))
     return int(any(map(faults, lines)))

@@ -163,14 +163,28 @@ def test_pieces_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert main(["sum", str(tmp_path)]) == 1
 
 
-@pytest.mark.parametrize("wrong", [("--configs", "plain", "graph"), ("--sever", "no_such_edge")])
+def test_what_a_severed_guard_shows_is_told_apart() -> None:
+    from exact import shown_by
+
+    first = {"request": 17, "sample": 1, "position": 4, "step": 1, "what": "output_ids", "expected": "3", "got": "4"}
+    wrong = line(different=2, bits=40, first=first, errors=["HTTP 500"])
+    kind, answers, fault = shown_by([line(), wrong], "")
+    assert (kind, answers) == ("bits", "2,000") and "request 17 sample 1 position 4" in fault
+    assert shown_by([line(), line(errors=["HTTP 500"])], "")[::2] == ("an error", "error: HTTP 500")
+    assert shown_by([], "the server died")[::2] == ("an error", "the server died")
+    assert shown_by([line()], "") == ("nothing", "1,000", "")
+
+
+@pytest.mark.parametrize(
+    "wrong", [("run", "--configs", "plain", "graph"), ("run", "--sever", "no_such_edge"), ("severed", "no_such_edge")]
+)
 def test_a_wrong_name_costs_no_reference(
     wrong: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from exact import main
 
     with pytest.raises(SystemExit):
-        main(["run", "--out", str(tmp_path / "out"), *wrong])
+        main([wrong[0], "--out", str(tmp_path / "out"), *wrong[1:]])
     assert wrong[-1] in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
