@@ -24,12 +24,12 @@ from fenceline.memory_order import encoded_first, write_deltas
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.decode_runner import Arrays, Logits, Views
 from fenceline.model_executor.drafts import Extended
+from fenceline.model_executor.image_encoder import ImageEncoder
 from fenceline.model_executor.parts import Parts
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import Chunk, StepBatch, concatenated
 from fenceline.model_executor.step_accesses import EXTEND_STEP
-from fenceline.models.vision import VisionTower
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 
@@ -52,14 +52,18 @@ class ExtendRunner:
         self._parts = parts
         self._speculative = speculative
         self._hicache = hicache
-        self._vision = parts.model.vision
+        self._encoder = None
+        if parts.model.vision is not None and parts.embeddings is not None:
+            together = not parts.config.server_args.enable_deterministic_inference
+            self._encoder = ImageEncoder(parts.model.vision, parts.embeddings, together)
         self._least_expanded = _least_expanded(parts.config, graphs)
 
     def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`."""
         arrays = _extend_arrays(batch)
-        if self._vision is not None:
-            arrays |= _image_arrays(batch, self._vision, self._parts.req_pool.position_deltas is not None)
+        if self._encoder is not None:
+            arrays |= _image_arrays(batch, self._parts.req_pool.position_deltas is not None)
+            arrays |= self._encoder.arrays(batch.encodes)
         if self._hicache is not None and batch.loads:
             divided = self._hicache.divided(batch.loads)
             if len(divided):
@@ -93,8 +97,11 @@ class ExtendRunner:
             images=self._image_rows(views),
         )
         layers = self.graphs or self._parts.model
-        encode = partial(self._encode, batch, views)
-        x = encoded_first(self._parts.device, encode, partial(layers.hidden_states, forward_batch))
+        read = partial(layers.hidden_states, forward_batch)
+        if self._encoder is None or not batch.encodes:
+            x = read()
+        else:
+            x = encoded_first(self._parts.device, partial(self._encoder.encode, batch.encodes, views), read)
         values = self._parts.model.own_logits(x, forward_batch)
         self._visit_pages(views, When.AFTER)
         extended = None
@@ -123,19 +130,11 @@ class ExtendRunner:
             extended=extended,
         )
 
-    def _encode(self, batch: StepBatch, views: Views) -> None:
-        """Write the embeddings of the step's new images, one after the other."""
-        for index, encode in enumerate(batch.encodes):
-            assert self._vision is not None and self._parts.embeddings is not None, "there is a tower"
-            windows = self._vision.order(encode.image.grid).windows
-            embedded = self._vision.forward(views[f"pixels_{index}"], views[f"patches_{index}"], windows)
-            self._parts.embeddings.rows.index_copy_(0, views[f"embedding_rows_{index}"], embedded)
-
     def _image_rows(self, views: Views) -> ImageRows | None:
         if "image_rows" not in views:
             return None
-        assert self._parts.embeddings is not None, "a model with a tower has a pool"
-        return ImageRows(views["image_rows"], self._parts.embeddings.rows)
+        assert self._encoder is not None, "a model without a tower has no images"
+        return ImageRows(views["image_rows"], self._encoder.pool.rows)
 
     def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:
         """``--memory-check full``: compare the tags of the pages of the step's requests."""
@@ -216,9 +215,9 @@ def _extend_arrays(batch: StepBatch) -> Arrays:
     return arrays | sampling_arrays(batch.sampling)
 
 
-def _image_arrays(batch: StepBatch, vision: VisionTower, moves_positions: bool) -> Arrays:
-    """The host inputs of a step of a model with a tower that others do not have. ``moves_positions``: images may move
-    the positions of the tokens behind them."""
+def _image_arrays(batch: StepBatch, moves_positions: bool) -> Arrays:
+    """The host inputs of a step's tokens that a model without a tower does not have. ``moves_positions``: images may
+    move the positions of the tokens behind them."""
     arrays: Arrays = {}
     chunks = batch.chunks
     if any(chunk.image_rows is not None for chunk in chunks):
@@ -234,11 +233,6 @@ def _image_arrays(batch: StepBatch, vision: VisionTower, moves_positions: bool) 
             for first, end, one in bounds
         ]
         arrays["axes"] = np.concatenate(axes, axis=1)
-    for index, encode in enumerate(batch.encodes):
-        order = vision.order(encode.image.grid)
-        arrays[f"pixels_{index}"] = encode.image.array()
-        arrays[f"patches_{index}"] = order.patches
-        arrays[f"embedding_rows_{index}"] = encode.rows[order.embeddings]
     return arrays
 
 

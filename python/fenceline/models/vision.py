@@ -1,26 +1,24 @@
 """VisionTower: makes embeddings of images, which a prompt has in place of the embeddings of its placeholder tokens.
 
-A tower reads one image at a time, whatever else a step computes, so an image's embeddings never depend on its
-neighbours. Every rank has the whole tower. Patches are computed in an order in which those of a window lie together,
-and windows of one size too: attention within windows is then one product for each size that there is.
+A tower reads several images at a time, whose patches lie one behind the other (:mod:`fenceline.models.patch_order`).
+No patch attends to one of another image. Every rank has the whole tower.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import groupby
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from fenceline.config.vision import VisionConfig
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.kernels.base import apply_rotary
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots, whole
+from fenceline.models.patch_order import PackedPatches, PatchOrder, Runs, pack, patch_order
 
 _EPS = 1e-6
 _THETA = 10_000.0
@@ -28,39 +26,32 @@ _PLAIN = "linear_fc1", "linear_fc2"
 TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 """How the names of all towers' tensors begin."""
 
-Segments = tuple[tuple[int, int], ...]  # (how many, of how many patches each), one after the other
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """How patches are divided into segments, each of which attends to itself. ``bounds`` int32, on the device: where
+    they begin and the last one ends."""
+
+    runs: Runs
+    bounds: torch.Tensor
+
+    @property
+    def longest(self) -> int:
+        """Patches of the longest segment."""
+        return max(size for _, size in self.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PatchOrder:
-    """In which order the patches of an image with one grid are computed. ``patches`` [P] int64: the number of each in
-    the image, row by row. ``embeddings`` [N] int64: the number in the image's grid of each row of the tower's result.
-    ``windows``: how the patches are divided for layers that attend within windows."""
+class PackedImages:
+    """What a tower reads, on the device: ``pixels`` [height, width, 3] uint8 of each image, and their patches, see
+    ``PackedPatches``."""
 
-    patches: npt.NDArray[np.int64]
-    embeddings: npt.NDArray[np.int64]
+    pixels: Sequence[torch.Tensor]
+    patches: torch.Tensor
+    places: torch.Tensor
+    points: torch.Tensor | None
     windows: Segments
-
-
-@lru_cache(maxsize=64)
-def patch_order(grid: tuple[int, int], merge: int, window: int) -> PatchOrder:
-    """The order for ``grid`` (rows, columns) of embeddings, each of ``merge`` x ``merge`` patches, and windows of
-    ``window`` x ``window`` embeddings."""
-    rows, columns = grid
-    numbers = np.arange(rows * columns, dtype=np.int64).reshape(rows, columns)
-    windows = [
-        numbers[row : row + window, column : column + window].ravel()
-        for row in range(0, rows, window)
-        for column in range(0, columns, window)
-    ]
-    windows.sort(key=len)
-    embeddings = np.concatenate(windows)
-    inside = np.arange(merge, dtype=np.int64)
-    across = (embeddings // columns * merge)[:, None, None] + inside[:, None]
-    along = (embeddings % columns * merge)[:, None, None] + inside
-    patches = (across * (columns * merge) + along).ravel()
-    sizes = groupby(len(numbers) * merge * merge for numbers in windows)
-    return PatchOrder(patches, embeddings, tuple((len(list(same)), size) for size, same in sizes))
+    images: Segments
 
 
 class _LayerNorm:
@@ -207,14 +198,25 @@ class _Projector:
 
 
 def attend_within(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of each of ``segments`` to itself; q, k, v [P, heads, head_dim] → [P, heads * head_dim]."""
+    """Attention of each of ``segments`` to itself; q, k, v [P, heads, head_dim] → [P, heads * head_dim]. Does not make
+    the host wait."""
+    if _has_varlen(q):
+        bounds, longest = segments.bounds, segments.longest
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest).flatten(1)  # type: ignore[union-attr]
     parts, start = [], 0
-    for count, size in segments:
+    for count, size in segments.runs:
         end = start + count * size
         inputs = [each[start:end].unflatten(0, (count, size)).transpose(1, 2) for each in (q, k, v)]
         parts.append(F.scaled_dot_product_attention(*inputs).transpose(1, 2).reshape(end - start, -1))
         start = end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _has_varlen(q: torch.Tensor) -> bool:
+    """Whether torch has FlashAttention for ``q`` [P, heads, head_dim], which takes segments of any lengths at once."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[2] % 8 or q.shape[2] > 256:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 class VisionTower:
@@ -229,7 +231,7 @@ class VisionTower:
         images, size = config.images, config.hidden_size
         self.width = config.out_size * (1 + len(config.deepstack))
         """Features of a row of the result: an image's embedding, then what ``deepstack`` adds."""
-        self._values = torch.from_numpy(images.values()).to(torch.get_default_device())
+        self._values = torch.tensor(images.values())
         self._channels = torch.arange(3)
         quarter = size // config.num_heads // 4
         self._frequencies = 1.0 / _THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter)
@@ -242,34 +244,39 @@ class VisionTower:
         self.deepstack = [_Merger(config, context, norms_square=True) for _ in config.deepstack]
 
     def order(self, grid: tuple[int, int]) -> PatchOrder:
-        """The order in which :meth:`forward` wants the patches of an image with ``grid``."""
+        """The order of the patches of an image with ``grid``, and of its embeddings."""
         return patch_order(grid, self.config.images.merge_size, self.config.window)
 
-    def forward(self, pixels: torch.Tensor, patches: torch.Tensor, windows: Segments) -> torch.Tensor:
-        """The embeddings [N, width] of one image, in the order of ``PatchOrder.embeddings``. ``pixels`` [height, width,
-        3] uint8; ``patches`` and ``windows``: of its :meth:`order`, on the device. On the current stream."""
-        config, side = self.config, self.config.images.patch_size
-        height, width = pixels.shape[0] // side, pixels.shape[1] // side
-        x = F.linear(self._in_patches(pixels, patches), self.patch_embed, self.patch_bias)
-        rows, columns = patches // width, patches % width
-        if self.positions is not None:
-            x = x + self._stretched(self.positions, (rows, height), (columns, width))
+    def pack(self, grids: Sequence[tuple[int, int]]) -> PackedPatches:
+        """The patches of images with these grids, which :meth:`forward` reads together."""
+        merge = self.config.images.merge_size
+        return pack([*map(self.order, grids)], [merge * columns for _, columns in grids], self.config.position_side)
+
+    def forward(self, packed: PackedImages) -> torch.Tensor:
+        """The embeddings [N, width] of images, one image behind the other, each in the order of its
+        ``PatchOrder.embeddings``. On the current stream."""
+        config, start, squares = self.config, 0, []
+        for pixels in packed.pixels:
+            end = start + pixels.shape[0] * pixels.shape[1] // config.images.patch_size**2
+            squares.append(self._in_patches(pixels, packed.patches[start:end]))
+            start = end
+        x = F.linear(torch.cat(squares), self.patch_embed, self.patch_bias)
+        if self.positions is not None and packed.points is not None:
+            x = x + self._stretched(self.positions, packed.points)
         rotation = None
         if config.style != "siglip":
-            places = torch.stack((rows, columns), 1)
-            angles = (places.unsqueeze(2) * self._frequencies).flatten(1).unsqueeze(1)
+            angles = (packed.places.T.unsqueeze(2) * self._frequencies).flatten(1).unsqueeze(1)
             rotation = angles.cos().repeat(1, 1, 2), angles.sin()
-        undivided = ((1, len(patches)),)
         results: list[torch.Tensor] = []
         for index, block in enumerate(self.blocks):
-            x = block.forward(x, rotation, undivided if index in config.full_layers else windows)
+            x = block.forward(x, rotation, packed.images if index in config.full_layers else packed.windows)
             if index in config.deepstack:
                 results.append(self.deepstack[len(results)].forward(x))
         merged = self.merger.forward(x)
         return torch.cat((merged, *results), 1) if results else merged
 
     def _in_patches(self, pixels: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
-        """Normalised ``patches`` [P, features], each repeated for every frame that the tower reads."""
+        """Normalised ``patches`` [P, features] of one image, each repeated for every frame that the tower reads."""
         side, frames = self.config.images.patch_size, self.config.temporal_patch_size
         height, width, _ = pixels.shape
         values = self._values[pixels.long(), self._channels].to(self._dtype)
@@ -277,13 +284,11 @@ class VisionTower:
         squares = squares.reshape(-1, 3, 1, side * side).index_select(0, patches)
         return squares.expand(-1, -1, frames, -1).reshape(len(patches), self._patch_features)
 
-    def _stretched(
-        self, table: torch.Tensor, rows: tuple[torch.Tensor, int], columns: tuple[torch.Tensor, int]
-    ) -> torch.Tensor:
-        """The learned positions of patches at ``rows`` and ``columns``, each with the number of all, so that the square
-        covers the image from corner to corner; between its points they are interpolated in both directions."""
+    def _stretched(self, table: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        """The learned positions at ``points`` [2, P] of the square ``table``; between its own points they are
+        interpolated in both directions."""
         side, taken = self.config.position_side, torch.zeros((), device=table.device)
-        (above, share_above), (left, share_left) = (_taps(*each, side) for each in (rows, columns))
+        (above, share_above), (left, share_left) = (_taps(at, side) for at in points)
         for row, row_share in zip(above, share_above, strict=True):
             for column, share in zip(left, share_left, strict=True):
                 taken = taken + table.index_select(0, row * side + column) * (row_share * share).unsqueeze(1)
@@ -316,9 +321,8 @@ _QWEN_NAMES = "visual.", "patch_embed.proj", "pos_embed", "blocks"
 _SIGLIP_NAMES = "vision_tower.", "embeddings.patch_embedding", "embeddings.position_embedding", "encoder.layers"
 
 
-def _taps(places: torch.Tensor, size: int, side: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Of ``places`` [P] among ``size``: the two of ``side`` points between which each lies, and their shares."""
-    at = places.float() * (side - 1) / max(size - 1, 1)
+def _taps(at: torch.Tensor, side: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The two of ``side`` points between which each of ``at`` [P] lies, and their shares."""
     before = at.floor()
     share = at - before
     first = before.long()

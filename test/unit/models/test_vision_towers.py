@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from vision_cases import VISION_MODELS, picture, processor_of, save_vision_checkpoint
 
 from fenceline.config.model_config import ModelConfig
+from fenceline.images.image_input import ImageInput
 from fenceline.images.prepare import prepare
 from fenceline.layers.context import Shard, torch_context
+from fenceline.mem_cache.kv_pool import EmbeddingPool
+from fenceline.model_executor.image_encoder import ImageEncoder
+from fenceline.model_executor.step import Encode
+from fenceline.models import vision
 from fenceline.models.loader import load_model
+from fenceline.models.vision import VisionTower
 
 SIZES = [(1, 1), (37, 91), (640, 480), (13, 2600), (2600, 13), (301, 300), (84, 84)]
 
@@ -31,16 +42,32 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return get
 
 
+def encode(tower: VisionTower, images: Sequence[ImageInput]) -> torch.Tensor:
+    """The embeddings of ``images``, computed together, row by row of each."""
+    pool = EmbeddingPool(1 + sum(image.num_tokens for image in images), tower.width, torch.float32, torch.device("cpu"))
+    encoder = ImageEncoder(tower, pool, together=True)
+    ends = [*accumulate([image.num_tokens for image in images], initial=1)]
+    encodes = [Encode(image, np.arange(*span)) for image, span in zip(images, pairwise(ends), strict=True)]
+    arrays = encoder.arrays(encodes)
+    encoder.encode(encodes, {name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+    return pool.rows[1:]
+
+
+def tower_of(directory: Path) -> VisionTower:
+    config = ModelConfig.from_dir(str(directory))
+    context = torch_context(Shard(), torch.float32)
+    tower = load_model(config, "auto", torch.device("cpu"), context, 0, False).vision
+    assert tower is not None
+    return tower
+
+
 @pytest.mark.parametrize("name", VISION_MODELS)
 @torch.inference_mode()
 def test_embeddings_are_those_of_transformers(
     saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], name: str
 ) -> None:
     directory, reference = saved(name)
-    config = ModelConfig.from_dir(str(directory))
-    context = torch_context(Shard(), torch.float32)
-    tower = load_model(config, "auto", torch.device("cpu"), context, 0, False).vision
-    assert tower is not None
+    tower = tower_of(directory)
     for index, (width, height) in enumerate(SIZES):
         inputs = processor_of(reference)(picture(width, height, index), return_tensors="pt")
         inputs.pop("num_crops", None)
@@ -49,10 +76,52 @@ def test_embeddings_are_those_of_transformers(
             level[0] if isinstance(level, tuple) else level for level in getattr(found, "deepstack_features", ())
         ]
         expected = torch.cat((found.pooler_output[0], *further), 1)
-        image = prepare(picture(width, height, index), tower.config.images)
-        order = tower.order(image.grid)
-        pixels = torch.from_numpy(image.array().copy())
-        ours = tower.forward(pixels, torch.from_numpy(order.patches), order.windows)
-        placed = torch.empty_like(ours).index_copy_(0, torch.from_numpy(order.embeddings), ours)
-        assert expected.shape == placed.shape and expected.abs().max() > 0.1
-        torch.testing.assert_close(placed, expected, rtol=0, atol=1e-4)
+        ours = encode(tower, [prepare(picture(width, height, index), tower.config.images)])
+        assert expected.shape == ours.shape and expected.abs().max() > 0.1
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+@torch.inference_mode()
+def test_embeddings_do_not_depend_on_the_company(
+    saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], name: str
+) -> None:
+    """Images of other sizes before and behind, and one of the same size."""
+    tower = tower_of(saved(name)[0])
+    images = [prepare(picture(*size, seed), tower.config.images) for seed, size in enumerate([*SIZES, SIZES[1]])]
+    alone = [encode(tower, [image]) for image in images]
+    assert not torch.equal(alone[1], alone[-1])
+    together = encode(tower, images).split([image.num_tokens for image in images])
+    for number, (one, other) in enumerate(zip(alone, together, strict=True)):
+        torch.testing.assert_close(other, one, rtol=0, atol=2e-6 * float(one.abs().max()), msg=f"image {number}")
+
+
+@torch.inference_mode()
+def test_a_gpu_attends_to_all_images_at_once(
+    saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without values: nothing asks for a value, which would make the host wait for a GPU, and each layer
+    attends once, whatever the number of images and windows."""
+    monkeypatch.setattr(vision, "_has_varlen", lambda q: True)
+    config = ModelConfig.from_dir(str(saved("Qwen2_5_VLForConditionalGeneration")[0])).vision
+    assert config is not None
+    images = [prepare(picture(*size), config.images) for size in SIZES]
+    calls: list[tuple[int, int]] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append((len(args[3]) - 1, args[5]))
+        return varlen_attn(*args)
+
+    monkeypatch.setattr(vision, "varlen_attn", counted)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower = VisionTower(config, torch.bfloat16)
+        pool = EmbeddingPool(8192, tower.width, torch.bfloat16, torch.device("cpu"))
+        encoder = ImageEncoder(tower, pool, together=True)
+        encodes = [Encode(image, np.arange(image.num_tokens)) for image in images]
+        arrays = encoder.arrays(encodes)
+        kinds = {name: torch.from_numpy(array.copy()).dtype for name, array in arrays.items()}
+        views = {name: torch.empty(array.shape, dtype=kinds[name]) for name, array in arrays.items()}
+        encoder.encode(encodes, views)
+    most = max(image.num_tokens for image in images) * 4
+    assert len(calls) == config.depth == 3
+    assert calls[1] == (len(images), most) and calls[0] == calls[2] and calls[0][0] > len(images) and calls[0][1] == 64
