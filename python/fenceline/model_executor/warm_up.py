@@ -2,7 +2,7 @@
 compiled or loaded onto the GPU while a request waits. Decode steps are warmed up when they are captured.
 
 These steps use only the sink: row 0, whose pages are page 0, and slot 0. Of a model that reads images they also
-compute a small image and the largest, into rows that no image has yet.
+compute a small image and the largest ones, into rows that no image has yet.
 
 If the depth of drafts may vary, the decode steps of each depth are also timed. For this, requests with rows and pages
 of their own are used, because all tokens in the sink are the same and are not sent to any experts.
@@ -214,16 +214,25 @@ def _extend_batches(config: EngineConfig) -> Iterator[StepBatch]:
         if sum(lens) <= most and max(lens) + prefix <= longest and len(lens) <= config.max_running_requests:
             yield _extend_batch(lens, prefix)
     if config.model.vision is not None:
-        for side in (2, math.isqrt(min(config.model.vision.images.most_tokens, config.num_embedding_rows))):
-            yield replace(_extend_batch((1,), 0), encodes=(_black_image(config.model.vision, side),))
+        for encodes in _warm_up_images(config.model.vision, config.num_embedding_rows, most):
+            yield replace(_extend_batch((1,), 0), encodes=encodes)
 
 
-def _black_image(vision: VisionConfig, side: int) -> Encode:
-    """An image of ``side`` x ``side`` embeddings, or as many as all images have."""
+def _warm_up_images(vision: VisionConfig, num_rows: int, most: int) -> Iterator[tuple[Encode, ...]]:
+    """A small image, then as many of the largest as one step computes; ``most``: embeddings, unless it is one image."""
+    yield (_black_image(vision, 2, 1),)
+    side = math.isqrt(min(vision.images.most_tokens, num_rows))
+    first = _black_image(vision, side, 1)
+    size = len(first.rows)
+    yield tuple([_black_image(vision, side, 1 + i * size) for i in range(max(min(most, num_rows) // size, 1))])
+
+
+def _black_image(vision: VisionConfig, side: int, row: int) -> Encode:
+    """An image of ``side`` x ``side`` embeddings, or as many as all images have, in rows from ``row`` on."""
     height, width = vision.images.size or (side * vision.images.factor,) * 2
     grid = height // vision.images.factor, width // vision.images.factor
     image = ImageInput(pixels=bytes(3 * height * width), height=height, width=width, grid=grid, digest=b"")
-    return Encode(image, np.arange(1, image.num_tokens + 1))
+    return Encode(image, np.arange(row, row + image.num_tokens))
 
 
 def _extend_batch(lens: Sequence[int], prefix_len: int) -> StepBatch:

@@ -45,14 +45,11 @@ class ImageCache:
     """Leases the rows of the pool. One thread, the scheduler's, calls it, and its decisions are a function of these
     calls."""
 
-    def __init__(
-        self, num_rows: int, has_axes: bool, sees_whole: bool = False, most_computed: int | None = None
-    ) -> None:
+    def __init__(self, num_rows: int, has_axes: bool, sees_whole: bool = False, most_computed: int = 0) -> None:
         """``num_rows``: embeddings of the pool, without the sink; 0 for a model without a tower. ``has_axes``: whether
         the tokens' positions have three axes. ``sees_whole``: whether the tokens of an image attend to one another, so
         that one step computes all of them that are not cached. ``most_computed``: embeddings that one step computes,
-        apart from those of a single larger image, so that requests beside it do not wait for many images; None: any
-        number."""
+        apart from those of a single larger image, so that requests beside it do not wait for many images."""
         self.most_in_step = num_rows  # embeddings of the images that one step reads
         self.rows = LeasePool("image embeddings", num_rows + 1, reserved=min(num_rows, 1))
         self._has_axes, self._sees_whole, self._most_computed = has_axes, sees_whole, most_computed
@@ -75,7 +72,7 @@ class ImageCache:
                 if image.digest not in self._entries:
                     is_first = num_computed == 0
                     num_computed += image.num_tokens
-                    if not is_first and self._most_computed is not None and num_computed > self._most_computed:
+                    if not is_first and num_computed > self._most_computed:
                         return max(image.offset - start, 0)
             if num_used > self.most_in_step:
                 return max(image.offset - start, 0)

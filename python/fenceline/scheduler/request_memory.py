@@ -481,7 +481,7 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     tree.images = ImageKeys(told_by(worker.device, IMAGE_KEYS), told_by(worker.device, IMAGE_NAMES))
     vision = config.model.vision
     sees_whole = vision is not None and vision.sees_whole
-    has_axes, most_computed = bool(config.model.rope_axes), config.chunked_prefill_size
-    images = ImageCache(config.num_embedding_rows, has_axes, sees_whole, most_computed)
+    most_computed = config.chunked_prefill_size or config.max_prefill_tokens
+    images = ImageCache(config.num_embedding_rows, bool(config.model.rope_axes), sees_whole, most_computed)
     images.most_in_step = step_embeddings(worker.device, images.most_in_step)
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images)

@@ -26,7 +26,7 @@ from vision_cases import (
     vision_driver,
 )
 
-from fenceline.ipc.io_struct import ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.model_executor.warm_up import warm_up
@@ -178,6 +178,23 @@ def test_a_step_computes_few_images(qwen: Saved) -> None:
     check(driver, reference, [*cases, ([*ONE, 5], [picture(140, 140, 50)])])
     assert max(map(sum, computed)) == 25 and all(sum(sizes) <= 12 or len(sizes) == 1 for sizes in computed)
     assert [4, 4] in computed or [4, 4, 4] in computed
+
+
+def test_images_of_an_aborted_request_are_not_computed(qwen: Saved) -> None:
+    """A step has room for one request's image, and the others go before their turn."""
+    directory, reference = qwen
+    driver = vision_driver(directory, chunked_prefill_size=12, max_total_tokens=2048)
+    cases = [([*ONE * 2, number], [picture(60, 60, 3 * number + i) for i in range(2)]) for number in range(4)]
+    sent = [image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)]
+    driver.send(*sent)
+    driver.step()
+    driver.send(AbortReq(rid="r2"), AbortReq(rid="r3"))
+    driver.run()
+    compare(driver, reference, sent[:2], cases[:2])
+    assert driver.scheduler.memory.images.num_computed == 4
+    driver.send(image_request(driver, "again", *cases[2]))
+    driver.run()
+    assert driver.scheduler.memory.images.num_computed == 6
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
