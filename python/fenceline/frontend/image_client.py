@@ -2,13 +2,15 @@
 
 What is too much is refused before it costs anything: a file's first bytes say how large its image is, and so how many
 tokens it has. Decoding is limited in time and memory (:mod:`fenceline.images.decode`), and happens once for the samples
-of a prompt.
+of a prompt. The latest images are kept decoded, because each turn of a conversation sends all of its images again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
@@ -27,10 +29,12 @@ from fenceline.ipc.forked_jobs import JobResult
 
 MAX_WAITING = 1024  # to be decoded
 MAX_PIXEL_BYTES = 4 << 30  # of the requests in flight, each of which keeps its images decoded, in every rank
+MAX_KEPT_BYTES = 256 << 20  # of the pixels of the latest images
 MAX_FETCHES = 8  # at a time, until what they bring is decoded
 LOW_PIXELS = 512 * 512  # of an image with the detail "low"
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+|application/octet-stream)?(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
 _MAX_PREFIX_CHARS = 256
+_LONG_CHARS = 1 << 20  # of a file, whose digest then takes so long that others would wait
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -45,6 +49,7 @@ class ImageClient:
         self._num_children = min(8, max(2, num_usable_cores() // 2))
         self._queue = JobQueue(self._num_children)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
+        self._latest = _Latest()
         self._num_waiting = self._num_bytes = 0  # images, and the pixels that they will have at least
 
     def check(self, images: Sequence[ImageSource]) -> None:
@@ -114,20 +119,33 @@ class ImageClient:
         assert self.rules is not None, "checked before"
         start = self._data_start(image.url)
         if start is not None:
-            made = await self._decoded(image, b"", start)
-        else:
-            async with self._fetching:
-                try:
-                    data = await fetch(image.url, self.rules.domains)
-                except ValueError as error:
-                    raise _refused(image, str(error)) from None
-                made = await self._decoded(image, data, 0)
+            return await self._decoded(image, b"", start)
+        async with self._fetching:
+            try:
+                data = await fetch(image.url, self.rules.domains)
+            except ValueError as error:
+                raise _refused(image, str(error)) from None
+            return await self._decoded(image, data, 0)
+
+    async def _decoded(self, image: ImageSource, data: bytes, start: int) -> ImageInput:
+        """``data``, or the base64 in the URL from ``start`` on, unless it is among the latest."""
+        settings = self._settings(image)
+        is_long = max(len(data), len(image.url)) > _LONG_CHARS
+        digest = (
+            await asyncio.to_thread(_digest, data, image.url, start) if is_long else _digest(data, image.url, start)
+        )
+        key = digest, settings.min_pixels, settings.max_pixels
+        kept = self._latest.get(key)
+        if kept is not None:
+            return kept
+        made = await self._made(image, data, start, settings)
         if made.error:
             raise RequestError(400 if made.is_refused else 503, f"{image.place}: {made.error}", param=image.place)
-        return msgspec.msgpack.decode(made.data, type=ImageInput)
+        decoded = msgspec.msgpack.decode(made.data, type=ImageInput)
+        self._latest.put(key, decoded)
+        return decoded
 
-    async def _decoded(self, image: ImageSource, data: bytes, start: int) -> JobResult:
-        settings = self._settings(image)
+    async def _made(self, image: ImageSource, data: bytes, start: int, settings: ImageSettings) -> JobResult:
 
         def make(id: int, is_short: bool) -> DecodeJob:
             limits = settings.min_pixels, settings.max_pixels
@@ -183,6 +201,38 @@ class ImageClient:
         if (len(url) - start) // 4 * 3 > MAX_BYTES + 2:
             raise ValueError(f"its file has more than {MAX_BYTES >> 20} MiB")
         return start
+
+
+_Key = tuple[bytes, int, int]  # the digest of a file, and the least and the most pixels that it is given
+
+
+class _Latest:
+    """The images that were decoded or sent again last, with MAX_KEPT_BYTES of pixels at most."""
+
+    def __init__(self) -> None:
+        self._images: OrderedDict[_Key, ImageInput] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+
+    def get(self, key: _Key) -> ImageInput | None:
+        found = self._images.get(key)
+        if found is not None:
+            self._images.move_to_end(key)
+        return found
+
+    def put(self, key: _Key, image: ImageInput) -> None:
+        if key in self._images:  # it was sent twice at the same time
+            return
+        self._images[key] = image
+        self._num_bytes += len(image.pixels)
+        while self._num_bytes > MAX_KEPT_BYTES:
+            self._num_bytes -= len(self._images.popitem(last=False)[1].pixels)
+
+
+def _digest(data: bytes, url: str, start: int) -> bytes:
+    """Of a file, ``data``, or else of the base64 in ``url`` from ``start`` on; a file of the same bytes has another."""
+    made = hashlib.sha256(b"file" if data else b"text")
+    made.update(data or url[start:].encode(errors="surrogatepass"))
+    return made.digest()
 
 
 def _header(url: str, start: int) -> Header | None:

@@ -167,6 +167,31 @@ async def test_images_of_clients_that_left_keep_their_turns(
     assert "it is broken" in (await _refusal(client, source(GOOD))).message
 
 
+async def test_an_image_that_is_sent_again_is_not_decoded_again(
+    client: ImageClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every turn of a conversation sends all of its images. Other limits of its pixels make another image of it."""
+    large = written(picture(900, 700), "JPEG")
+    [first] = await client.prepare([source(large)])
+    broken = _Held()
+    broken.go.set()
+    monkeypatch.setattr(client._process, "get", lambda: broken)
+    [again] = await client.prepare([source(large, place="messages[2].content[1]")])
+    assert again.pixels is first.pixels
+    for other in (source(large, "low"), source(data_url(large)[:-8])):
+        assert "it is broken" in (await _refusal(client, other)).message
+
+
+async def test_the_latest_images_are_kept_decoded(client: ImageClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [source(written(picture(56 + side, 56 + side), "PNG")) for side in range(3)]  # of one size when resized
+    images = await client.prepare(files[:2])
+    monkeypatch.setattr(image_client, "MAX_KEPT_BYTES", 2 * len(images[0].pixels))
+    assert (await client.prepare(files[:1]))[0].pixels is images[0].pixels
+    await client.prepare(files[2:])
+    first, second = await client.prepare(files[:2])
+    assert first.pixels is images[0].pixels and second == images[1] and second.pixels is not images[1].pixels
+
+
 @pytest.mark.long
 async def test_the_largest_image_fits_into_the_limits(client: ImageClient) -> None:
     image = Image.new("RGBA", (8192, 8192), (10, 20, 30, 255))
@@ -181,7 +206,7 @@ async def test_a_decoder_that_is_killed_costs_its_request_alone(
     await client.prepare([source(GOOD)])
     process: Any = client._process.get()
     os.kill(process._process.pid, signal.SIGSTOP)
-    waiting = asyncio.create_task(client.prepare([source(GOOD)]))
+    waiting = asyncio.create_task(client.prepare([source(written(picture(30, 30), "PNG"))]))
     await asyncio.sleep(0)
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(RequestError, match="the image-decoder process ended; try again") as caught:
