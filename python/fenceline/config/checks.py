@@ -24,6 +24,7 @@ _AT_LEAST_ONE = (
     "max_queued_requests",
     "max_total_tokens",
     "max_running_requests",
+    "max_mamba_cache_size",
     "max_prefill_tokens",
     "prefill_max_requests",
     "cuda_graph_max_bs",

@@ -215,6 +215,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     _check_images(args, model, device, chunk and min(chunk, max_prefill_tokens))
     max_running_requests = _max_running_requests(args, device, model.context_length)
+    _check_states(args, model, device, max_running_requests)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
     _check_ranks(args, model, None if speculative is None else speculative.draft.model)
@@ -643,6 +644,30 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
     return max(limit, 1)
 
 
+def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running_requests: int) -> None:
+    """Raises ConfigError for what a model with recurrent layers cannot be served with, or another has no use for."""
+    size, ratio = args.max_mamba_cache_size, args.mamba_full_memory_ratio
+    if not model.recurrent_layers:
+        require(size is None, f"--max-mamba-cache-size {size}: {model.architecture} has no states; leave it out")
+        return
+    require(ratio > 0, f"--mamba-full-memory-ratio {ratio:g}: must be above 0, 0.9 is usual")
+    require(
+        size is None or size >= max_running_requests,
+        f"--max-mamba-cache-size {size}: each of {max_running_requests} running requests has a state; give at least"
+        " as many, or lower --max-running-requests",
+    )
+    for given, flag in (
+        (args.enable_hierarchical_cache, "--enable-hierarchical-cache"),
+        (args.speculative_algorithm is not None, "--speculative-algorithm"),
+        (args.tp_size > 1, "--tp-size"),
+        (args.piecewise_cuda_graph_tokens is not None, "--piecewise-cuda-graph-tokens"),
+    ):
+        require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")
+    require(
+        device != "cuda", f"{model.architecture}: its recurrent layers have no kernels for a GPU yet; give --device cpu"
+    )
+
+
 def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
     """Raises ConfigError for what is not computed of latent attention: some of it by a GPU, some keys in FP8."""
     if model.indexer is not None and args.kv_cache_dtype != "auto" and model.indexer.head_dim.bit_count() != 1:
@@ -798,7 +823,7 @@ def piecewise_cuda_graph_tokens(
                 "drop it or raise --chunked-prefill-size"
             )
         return tuple(sorted(set(args.piecewise_cuda_graph_tokens)))
-    if device != "cuda":
+    if device != "cuda" or model.recurrent_layers:
         return ()
     if args.piecewise_cuda_graph_max_tokens is not None:
         sizes = _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))

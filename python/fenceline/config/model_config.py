@@ -15,7 +15,6 @@ from fenceline.config.families import FAMILIES, ExpertsConfig, Family, IndexerCo
 from fenceline.config.kv_layout import KVRow, index_keys, keys_and_values, latent
 from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
-from fenceline.config.state_layout import StateLayout, StateSpec
 from fenceline.config.vision import VisionConfig
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
@@ -61,8 +60,8 @@ class ModelConfig:
     that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected. ``vision``
     is the tower of a model that reads images; None: it reads texts alone. ``rope_axes`` says by
     which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2 the column in an image; empty:
-    positions have one axis. ``states`` has what each layer keeps that is recurrent, and None for one that attends, the
-    only ones with rows in the KV pool (empty: all layers attend).
+    positions have one axis. ``recurrent_layers`` carry a state and do not attend, so that they have no rows in the KV
+    pool.
     """
 
     model_path: str
@@ -105,7 +104,7 @@ class ModelConfig:
     indexer: IndexerConfig | None = None
     vision: VisionConfig | None = None
     rope_axes: tuple[int, ...] = ()
-    states: tuple[StateSpec | None, ...] = ()
+    recurrent_layers: frozenset[int] = frozenset()
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -115,15 +114,9 @@ class ModelConfig:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
-    def state_layout(self) -> StateLayout | None:
-        """What the recurrent layers keep of a request; None: there are none."""
-        specs = tuple(spec for spec in self.states if spec is not None)
-        return StateLayout(specs) if specs else None
-
-    @property
     def num_attention_layers(self) -> int:
         """Layers that have rows in the KV pool."""
-        return self.num_layers - sum(spec is not None for spec in self.states)
+        return self.num_layers - len(self.recurrent_layers)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens; None: it attends to all tokens."""

@@ -151,8 +151,8 @@ _REMEDIES: Mapping[str, str] = {
         " --enable-broadcast-mm-inputs-process --enable-precise-embedding-interpolation --trust-mm-content-hashes"
         " --trust-request-mm-kwargs"
     ),
-    "sparse attention has no options, and there is no linear one and no diffusion model: leave it out": (
-        "--mamba-* --max-mamba-cache-size --linear-attn-* --gdn-* --kda-* --dsa-* --nsa-* --dsv4-* --enable-dsa-*"
+    "sparse and linear attention have no such options, and there is no diffusion model: leave it out": (
+        "--mamba-* --linear-attn-* --gdn-* --kda-* --dsa-* --nsa-* --dsv4-* --enable-dsa-*"
         " --enable-nsa-* --enable-hisparse --hisparse-config --hierarchical-sparse-attention-extra-config"
         " --dense-as-sparse --enable-double-sparsity --ds-* --dllm-* --kt-*"
     ),

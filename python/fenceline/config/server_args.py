@@ -214,6 +214,14 @@ class ServerArgs:
     page_size: int = _memory(
         1, "Tokens per KV cache page; prefixes are shared in whole pages.", choices=(1, 16, 32, 64)
     )
+    max_mamba_cache_size: int | None = _memory(
+        None,
+        "Of a model with recurrent layers: most states in memory, one for each running request and the others for "
+        "cached prefixes. Unless given, what --mamba-full-memory-ratio allows.",
+    )
+    mamba_full_memory_ratio: float = _memory(
+        0.9, "Of a model with recurrent layers: memory of their states, relative to that of the KV cache."
+    )
     chunked_prefill_size: int | None = _memory(
         None,
         "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps, between "

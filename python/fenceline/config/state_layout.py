@@ -1,90 +1,57 @@
-"""What one slot of recurrent state consists of (StateLayout): the only source of its sizes, also where torch is not
-loaded. Beside ``kv_layout.py``, which says the same of pages."""
+"""What recurrent layers keep of a request: the only source of these sizes, also where torch is not loaded. Beside
+``kv_layout.py``, which says the same of pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from fenceline.config.kv_layout import KVRow
 
 GRID = 64
-"""Tokens between two points, counted from a request's first token, at which the chunk form of a recurrence makes the
-state. Between two such points the recurrent form does. So a state depends on the request's tokens alone, and not on
-how they came: in one prompt or cut, by decode steps, behind a cached prefix."""
+"""Tokens in a block. States exist at its multiples, counted from a request's first token."""
 
-_ALIGNMENT = 16  # bytes, so that kernels may load vectors
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """``row`` is kept of each of the latest ``window`` tokens."""
+
+    row: KVRow
+    window: int = GRID
+
+    def length(self, most_undone: int) -> int:
+        """Rows of a slot; that of position p is p modulo this. A step whose tokens may be undone has at most
+        ``most_undone`` of them: there are enough rows that neither they nor those of the step before, whose full block
+        has not been absorbed yet, lie on one that is still needed."""
+        return self.window + 2 * most_undone
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a recurrent layer keeps of one request. ``carried``: its state after a token, such as the last inputs of a
-    convolution (``conv``) and the sum over all tokens. ``kept``: of one token, what the chunk form reads to make the
-    state at the next point of the grid from that at the last one."""
+    """What a recurrent layer keeps of a request. ``carried``: the state at the last point of the grid. ``kept``: rows
+    of the tokens after it."""
 
     carried: tuple[KVRow, ...]
-    kept: tuple[KVRow, ...] = ()
+    kept: tuple[TokenRow, ...]
 
 
-@dataclass(frozen=True)
-class StateLayout:
-    """A slot of all recurrent layers of a model; ``layers[i]`` is what the i-th of these keeps.
-
-    A request's slot has three parts: ``grid``, the state at the last point of the grid; ``running``, the state after
-    the last token; and ``ring``, what is kept of the tokens between the two, each at its position % GRID. The first two
-    are alike. A snapshot, which other requests begin from, is the first one alone. All parts of a slot are contiguous:
-    one copy moves the state of all layers.
-    """
-
-    layers: tuple[StateSpec, ...]
-
-    def offsets(self) -> list[dict[str, tuple[int, int]]]:
-        """By layer and name where a tensor lies: of ``carried`` the bytes before it in each of the first two parts, and
-        of ``kept`` those in the ring; with its bytes, there for GRID tokens."""
-        carried = kept = 0
-        found = []
-        for spec in self.layers:
-            places = {}
-            for row in spec.carried:
-                places[row.name] = carried, row.nbytes
-                carried += _aligned(row.nbytes)
-            for row in spec.kept:
-                places[row.name] = kept, GRID * row.nbytes
-                kept += _aligned(GRID * row.nbytes)
-            found.append(places)
-        return found
-
-    @cached_property
-    def snapshot_nbytes(self) -> int:
-        """Bytes of a state of all layers."""
-        return sum(_aligned(row.nbytes) for spec in self.layers for row in spec.carried)
-
-    @cached_property
-    def slot_nbytes(self) -> int:
-        """Bytes of a request's slot."""
-        ring = sum(_aligned(GRID * row.nbytes) for spec in self.layers for row in spec.kept)
-        return 2 * self.snapshot_nbytes + ring
+def convolution(channels: int, taps: int, dtype: str) -> StateSpec:
+    """Of a convolution over ``taps`` tokens: the inputs of the last ones, in the model's ``dtype``. The state has those
+    before the point of the grid."""
+    columns = KVRow("conv", (taps - 1, channels), dtype)
+    return StateSpec((columns,), (TokenRow(KVRow("x", (channels,), dtype), taps - 1),))
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def gated_delta_net(
-    num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, conv_kernel: int, dtype: str
-) -> StateSpec:
-    """Of a gated delta net (arXiv:2412.06464) behind a convolution over ``conv_kernel`` tokens: the last inputs of the
-    convolution, and a matrix for each value head. Keys are kept normalised, and decays as logarithms."""
-    channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
+def recurrence(heads: int, key_heads: int, key_dim: int, value_dim: int, by_channel: bool = False) -> StateSpec:
+    """Of linear attention: a matrix for each of ``heads``. Of a token, its keys, its values (after the delta rule, if
+    the layer has one) and its decays as logarithms, of which each feature of a key has its own if ``by_channel``."""
+    decays = (heads, key_dim) if by_channel else (heads,)
+    rows = {"k": (key_heads, key_dim), "d": (heads, value_dim), "decay": decays}
     return StateSpec(
-        carried=(
-            KVRow("conv", (channels, conv_kernel - 1), dtype),
-            KVRow("recurrent", (num_v_heads, head_k_dim, head_v_dim), "float32"),
-        ),
-        kept=(
-            KVRow("k", (num_k_heads, head_k_dim), "float32"),
-            KVRow("v", (num_v_heads, head_v_dim), "float32"),
-            KVRow("decay", (num_v_heads,), "float32"),
-            KVRow("beta", (num_v_heads,), "float32"),
-        ),
+        (KVRow("matrix", (heads, key_dim, value_dim), "float32"),),
+        tuple(TokenRow(KVRow(name, shape, "float32")) for name, shape in rows.items()),
     )
+
+
+def together(*specs: StateSpec) -> StateSpec:
+    """What a layer keeps that has several of these parts."""
+    return StateSpec(sum((spec.carried for spec in specs), ()), sum((spec.kept for spec in specs), ()))

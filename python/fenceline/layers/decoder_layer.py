@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from fenceline.config.model_config import ModelConfig
+from fenceline.config.state_layout import StateSpec
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
@@ -108,6 +109,8 @@ class TokenMixer(Branch):
     next, and they share ``batch.buffers``."""
 
     name = "self_attn"
+    state_spec: StateSpec | None = None
+    """What a recurrent layer keeps of a request; None for one that attends."""
 
     def __init__(
         self, site: LayerSite, norms: BranchNorms, heads: HeadLayout, width: int, rules: LayerRules, score_scale: float

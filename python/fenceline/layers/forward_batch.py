@@ -15,8 +15,8 @@ import torch
 from fenceline.memory_order import Best
 
 if TYPE_CHECKING:
+    from fenceline.layers.recurrent_state import StateStep
     from fenceline.mem_cache.kv_pool import KVPool
-    from fenceline.mem_cache.state_pool import StatePool
 
 
 SINK_ROW = 0  # of the rows of image embeddings: no image has it
@@ -138,20 +138,6 @@ class SparseState:
 
     queries: tuple[torch.Tensor, torch.Tensor] | None = None
     selection: Selection | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateStep:
-    """Where the recurrent layers of a step find and leave the states of its requests: the slots ``rows`` [B] int64 of
-    ``pool``, which have absorbed ``starts`` [B] int64 tokens when the layers run. Padding has row 0.
-
-    Of an EXTEND step: ``spans`` has for each request where its tokens begin and end in the T axis, and the position of
-    the first one, which is always a point of the grid. In DECODE each request has one token, and ``spans`` is empty."""
-
-    pool: StatePool
-    rows: torch.Tensor
-    starts: torch.Tensor
-    spans: tuple[tuple[int, int, int], ...] = ()
 
 
 AttendNew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]

@@ -156,6 +156,15 @@ def check_row_bytes(config: EngineConfig, device: Device, num_rows: int, max_pag
         )
 
 
+def cache_budget(config: EngineConfig, device: Device, num_ranks: int = 1) -> int:
+    """Bytes that ``--mem-fraction-static`` leaves for the cache beside what has been allocated. ``num_ranks``: see
+    :func:`num_kv_pages`."""
+    free, total = device.memory_info()
+    if device.kind == "cpu":
+        return min(int(free * config.mem_fraction_static), _CPU_KV_BYTES) // num_ranks
+    return free - int(total * (1 - config.mem_fraction_static))
+
+
 def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ranks: int = 1) -> int:
     """Number of pages of the KV pool, the sink page included. ``num_ranks``: how many ranks share the host's memory, if
     the device is the CPU. ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights
@@ -172,10 +181,7 @@ def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ran
                 f" most {max(free // page_bytes - 1, 0) * page_size}, or leave it out"
             )
     else:
-        if device.kind == "cpu":
-            budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES) // num_ranks
-        else:
-            budget = free - int(total * (1 - config.mem_fraction_static))
+        budget = cache_budget(config, device, num_ranks)
         useful = config.max_running_requests * -(-config.model.context_length // page_size)
         num_pages = min(budget // page_bytes, useful)
     if num_pages < 2:

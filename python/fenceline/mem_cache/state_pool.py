@@ -1,69 +1,107 @@
-"""StatePool: the states of recurrent layers, one slot for each request row, and snapshots of states at points of the
-grid from which other requests begin."""
+"""StatePool: the states of recurrent layers, a slot for each request row and snapshots of these in further slots, with
+which other requests begin."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from fenceline.config.kv_layout import KVRow
-from fenceline.config.state_layout import GRID, StateLayout
-from fenceline.mem_cache.kv_pool import zeros
-from fenceline.memory_order import LeasePool
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.state_layout import GRID, StateSpec
+from fenceline.mem_cache.kv_pool import cache_budget, zeros
+from fenceline.memory_order import Device, LeasePool
 
+_ALIGNMENT = 16  # bytes, so that kernels may load vectors
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerStates:
-    """The states of one recurrent layer, by the names of its ``StateSpec``: views whose rows are not contiguous to one
-    another. ``running`` and ``grid`` [num_rows, *shape]: the state after the last token, and at the last point of the
-    grid. ``ring`` [num_rows, GRID, *shape]: what is kept of the tokens after that point, at position % GRID."""
-
-    running: dict[str, torch.Tensor]
-    grid: dict[str, torch.Tensor]
-    ring: dict[str, torch.Tensor]
+logger = logging.getLogger(__name__)
 
 
 class StatePool:
-    """A slot for each of ``num_rows`` request rows, which has the number of the row, and ``num_snapshots`` snapshots.
+    """``num_rows`` slots of request rows, which have the rows' numbers, and after them those of ``num_snapshots``
+    snapshots. ``layers`` has the tensors of each layer by the names of its spec: of what it carries [number of slots,
+    *shape], of what it keeps [num_rows, length, *shape]. The carried parts of a slot lie together, so that one copy
+    moves those of all layers, and neighbours in a tensor do not.
 
-    A row's slot belongs to the request that has the row, so that it is leased and retired with it. Row 0 is the sink,
-    which padding reads and writes. Snapshots are leased from ``snapshots`` by the tree; number 0 is nobody's and
-    stands for "none". Only FORWARD accesses either, in program order, and in place.
+    A row's slot belongs to the request that has the row: it is leased and retired with it. Slot 0 is that of the sink,
+    which padding reads and writes. Snapshots are leased from ``snapshots``, under the numbers of their slots. Only
+    FORWARD accesses slots, in program order with the steps, so that none needs a Point to be waited for.
     """
 
-    def __init__(self, num_rows: int, num_snapshots: int, layout: StateLayout, device: torch.device) -> None:
-        self.layout = layout
-        self.slots = zeros((num_rows, layout.slot_nbytes), torch.uint8, device)
-        self.states = zeros((num_snapshots + 1, layout.snapshot_nbytes), torch.uint8, device)
-        self.snapshots = LeasePool("state snapshots", num_snapshots + 1, reserved=1)
-        size = layout.snapshot_nbytes
-        self._grid, self._running = self.slots[:, :size], self.slots[:, size : 2 * size]
-        ring = self.slots[:, 2 * size :]
-        self.layers: list[LayerStates] = []
-        for spec, places in zip(layout.layers, layout.offsets(), strict=True):
-            states = [
-                {row.name: _view(part, row, places[row.name], row.shape) for row in spec.carried}
-                for part in (self._running, self._grid)
-            ]
-            kept = {row.name: _view(ring, row, places[row.name], (GRID, *row.shape)) for row in spec.kept}
-            self.layers.append(LayerStates(*states, kept))
+    def __init__(self, num_rows: int, num_snapshots: int, specs: Sequence[StateSpec], device: torch.device) -> None:
+        num_slots = num_rows + num_snapshots
+        self.num_rows = num_rows
+        self.snapshots = LeasePool("state snapshots", num_slots, reserved=num_rows)
+        self.carried = zeros((num_slots, carried_nbytes(specs)), torch.uint8, device)
+        self.kept = zeros((num_rows, _kept_nbytes(specs)), torch.uint8, device)
+        self.layers: list[dict[str, torch.Tensor]] = []
+        carried, kept = _Views(self.carried), _Views(self.kept)
+        for spec in specs:
+            tensors = {row.name: carried.next(row.shape, row.dtype) for row in spec.carried}
+            for rows in spec.kept:
+                tensors[rows.row.name] = kept.next((rows.length(0), *rows.row.shape), rows.row.dtype)
+            self.layers.append(tensors)
 
     @property
     def nbytes(self) -> int:
-        return self.slots.nbytes + self.states.nbytes
+        return self.carried.nbytes + self.kept.nbytes
 
-    def begin(self, rows: torch.Tensor) -> None:
-        """The slots of ``rows`` [N] int64 are those of requests without a token."""
-        self._grid.index_fill_(0, rows, 0)
-        self._running.index_fill_(0, rows, 0)
+    def copy(self, source: int, slot: int) -> None:
+        """``slot`` carries what ``source`` does. Call on FORWARD only."""
+        self.carried[slot].copy_(self.carried[source])
 
 
-def _view(part: torch.Tensor, row: KVRow, place: tuple[int, int], shape: Sequence[int]) -> torch.Tensor:
-    """The bytes ``place`` (first, number) of ``part`` [N, nbytes] as a tensor [N, *shape] of the row's dtype."""
-    first, nbytes = place
-    typed = part[:, first : first + nbytes].view(getattr(torch, row.dtype))
-    assert typed.shape[1] == math.prod(shape)
-    return typed.unflatten(1, tuple(shape))
+class _Views:
+    """Hands out tensors [N, *shape] that lie behind one another in each of ``slots`` [N, nbytes]."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+        self._first = 0
+
+    def next(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        typed: torch.dtype = getattr(torch, dtype)
+        first, nbytes = self._first, math.prod(shape) * typed.itemsize
+        self._first += _aligned(nbytes)
+        return self._slots[:, first : first + nbytes].view(typed).unflatten(1, tuple(shape))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def carried_nbytes(specs: Sequence[StateSpec]) -> int:
+    """Bytes of a snapshot: what all layers carry."""
+    return sum(_aligned(row.nbytes) for spec in specs for row in spec.carried)
+
+
+def _kept_nbytes(specs: Sequence[StateSpec]) -> int:
+    return sum(_aligned(rows.length(0) * rows.row.nbytes) for spec in specs for rows in spec.kept)
+
+
+def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
+    """How many snapshots the pool has beside the slots of rows. ``--max-mamba-cache-size`` if given; else as many as
+    fit into the states' share of the memory for the cache (``--mamba-full-memory-ratio``), but no more than prefixes
+    of all running requests can use. Raises ``ValueError`` with the remedy if not even the rows fit."""
+    args, most = config.server_args, config.max_running_requests
+    carried, ratio = carried_nbytes(specs), args.mamba_full_memory_ratio
+    row_bytes = carried + _kept_nbytes(specs)
+    budget = int(cache_budget(config, device) * ratio / (1 + ratio)) - row_bytes  # without the sink
+    if budget < most * row_bytes:
+        raise ValueError(
+            f"--max-running-requests {most}: the states of a request take {row_bytes / 1e6:.1f} MB, and"
+            f" --mamba-full-memory-ratio {ratio:g} leaves {max(budget, 0) / 1e9:.1f} GB for all of them; give at most"
+            f" {max(budget, 0) // row_bytes}, or raise the ratio"
+        )
+    if args.disable_radix_cache:
+        number = 0
+    elif args.max_mamba_cache_size is not None:
+        number = args.max_mamba_cache_size - most
+    else:
+        number = min((budget - most * row_bytes) // carried, most * (config.model.context_length // GRID))
+    logger.info(
+        "States take %.2f GiB: of %d running requests, and %d snapshots",
+        ((most + 1) * row_bytes + number * carried) / 2**30, most, number,
+    )  # fmt: skip
+    return number

@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.state_layout import GRID
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardBatch, ForwardMode, GraphDecodeInputs
+from fenceline.layers.recurrent_state import StateRows, StateStep
 from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order import Arena, ArenaField, ArenaOutputs, Graph, GraphPool, Role, comparison
 from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
@@ -145,6 +147,7 @@ class DecodeRunner(GraphRunner):
         self._debug = config.server_args.debug_cuda_graph
         self._rank_sampler = parts.rank_sampler
         self._page_tags = parts.page_tags
+        self._states = parts.states
         masks = parts.masks if parts.rank_sampler is None else None
         self._masks = None if masks is None else masks.table
         self._same = comparison(device, SAME_COMPOSITION)
@@ -177,6 +180,8 @@ class DecodeRunner(GraphRunner):
         self._out_slots = self.arena["out_slots"]
         self._input_ids = self.arena["input_ids"]
         self._seq_lens = self.arena.derived("seq_lens", "plan_seq_lens")
+        if self._states is not None:  # each request has one token
+            self._query_starts = torch.arange(max_batch + 1, dtype=torch.int32, device=device.torch_device)
         if self.has_graphs:
             self._logits = torch.empty(
                 (self._sizes[-1], model.lm_head.weight.shape[0]),  # this rank's columns
@@ -188,7 +193,8 @@ class DecodeRunner(GraphRunner):
     def addresses(self) -> Sequence[int]:
         pool = self._kv_pool
         tensors = (self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), self._rows)
-        others = (self._masks, self._req_pool.position_deltas)
+        states = None if self._states is None else self._states.carried
+        others = (self._masks, self._req_pool.position_deltas, states)
         return [tensor.data_ptr() for tensor in (*tensors, *others) if tensor is not None]
 
     # --- a batch -------------------------------------------------------------------------------------
@@ -295,10 +301,24 @@ class DecodeRunner(GraphRunner):
             attn=attn,
             kv_pool=self._kv_pool,
             logits_out=logits_out,
+            states=self._state_step(size),
         )
         logits = self._model.own_logits(self._model.hidden_states(batch), batch)
         self._visit_pages(size, When.AFTER)
         return logits
+
+    def _state_step(self, size: int) -> StateStep | None:
+        if self._states is None:
+            return None
+        starts = self._positions[:size]
+        rows = StateRows(
+            starts=starts,
+            absorbed=starts // GRID * GRID,
+            query_starts=self._query_starts[: size + 1],
+            query_lens_cpu=np.ones(size, np.int64),
+            slots=self._rows[:size],
+        )
+        return StateStep(rows, self._states.layers)
 
     def _draw(self, size: int, logits: torch.Tensor) -> None:
         """Draw next tokens, considering temperatures only, store them as the rows' last tokens, and count the step.
@@ -408,7 +428,8 @@ class DecodeRunner(GraphRunner):
         arena, size = self.arena, captured.size
         fields = [name for name in arena.fields if not name.startswith("plan_")]
         counted = [] if self._page_tags is None else [self._page_tags.clock]
-        changed = [self._req_pool.last_tokens, arena["num_steps"], *counted]
+        states = [] if self._states is None else [self._states.carried[: self._states.num_rows], self._states.kept]
+        changed = [self._req_pool.last_tokens, arena["num_steps"], *counted, *states]
         before = [tensor.clone() for tensor in changed]
         self._run(size, captured.plan)
         eager = {name: arena[name][:size].clone() for name in fields}

@@ -16,8 +16,10 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.state_layout import GRID
 from fenceline.layers.attention.base import plan_extend
 from fenceline.layers.forward_batch import SINK_ROW, AttentionInputs, ForwardBatch, ForwardMode, ImageRows
+from fenceline.layers.recurrent_state import StateRows, StateStep
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order import encoded_first, write_deltas
@@ -68,7 +70,7 @@ class ExtendRunner:
             divided = self._hicache.divided(batch.loads)
             if len(divided):
                 arrays["divided_pages"] = divided.astype(np.int64)
-        if self._parts.page_tags is not None:
+        if self._parts.page_tags is not None or self._parts.states is not None:
             arrays["starts"] = batch.starts
         return arrays if self._speculative is None else arrays | self._speculative.draft.prefill_arrays(batch)
 
@@ -95,6 +97,7 @@ class ExtendRunner:
             layer_ready=self._layer_ready(batch, views) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
             images=self._image_rows(views),
+            states=self._state_step(batch, views),
         )
         layers = self.graphs or self._parts.model
         read = partial(layers.hidden_states, forward_batch)
@@ -135,6 +138,18 @@ class ExtendRunner:
             return None
         assert self._encoder is not None, "a model without a tower has no images"
         return ImageRows(views["image_rows"], self._encoder.pool.rows)
+
+    def _state_step(self, batch: StepBatch, views: Views) -> StateStep | None:
+        if self._parts.states is None:
+            return None
+        rows = StateRows(
+            starts=views["starts"],
+            absorbed=views["starts"] // GRID * GRID,
+            query_starts=views["query_starts"],
+            query_lens_cpu=batch.seq_lens - batch.starts,
+            slots=views["rows"],
+        )
+        return StateStep(rows, self._parts.states.layers)
 
     def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:
         """``--memory-check full``: compare the tags of the pages of the step's requests."""

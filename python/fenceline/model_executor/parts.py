@@ -22,6 +22,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hi
 from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import EmbeddingPool, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.page_tags import PageTags
+from fenceline.mem_cache.state_pool import StatePool, num_snapshots
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases, selecting
 from fenceline.model_executor.step_accesses import StepAccesses
@@ -58,10 +59,10 @@ def room_for(what: str, otherwise: str) -> Iterator[None]:
 class Parts:
     """What the runners of one device work with. ``draft``: None without speculation. ``largest``: the shape of the
     deepest decode steps. ``sampler`` draws tokens; ``rank_sampler`` is the same if several ranks draw together, else
-    None. ``masks``: None if grammars are refused. ``embeddings``: of images, None without a tower. ``accesses``
-    declares how a step uses the memory of ``req_pool`` and ``kv_pool``. ``draft_attention``: that of the draft's
-    layers, the same as ``attention`` where the heads are alike and no flag wants another, or if there is no draft.
-    ``page_tags``: None without ``--memory-check full``."""
+    None. ``masks``: None if grammars are refused. ``embeddings``: of images, None without a tower. ``states``: None
+    without recurrent layers. ``accesses`` declares how a step uses the memory of ``req_pool`` and ``kv_pool``.
+    ``draft_attention``: that of the draft's layers, the same as ``attention`` where the heads are alike and no flag
+    wants another, or if there is no draft. ``page_tags``: None without ``--memory-check full``."""
 
     config: EngineConfig
     device: Device
@@ -73,6 +74,7 @@ class Parts:
     masks: MaskTable | None
     req_pool: ReqPool
     embeddings: EmbeddingPool | None
+    states: StatePool | None
     kv_pool: KVPool
     pages: LeasePool
     accesses: StepAccesses
@@ -100,6 +102,7 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
         size = config.num_embedding_rows + 1, model.vision.width
         embeddings = EmbeddingPool(*size, model.context.dtype, device.torch_device)
         device.name_rows(embeddings.rows, "image_embeddings")
+    states = _make_states(config, device, model, num_rows)
     layout = config.kv_layout
     num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
     with device.forward.active():
@@ -120,8 +123,18 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     page_tags = PageTags(device, kv_pool, req_pool, pages) if is_full else None
     return Parts(
         config, device, model, draft, largest, sampler, rank_sampler, masks,
-        req_pool, embeddings, kv_pool, pages, accesses, attention, draft_attention, page_tags,
+        req_pool, embeddings, states, kv_pool, pages, accesses, attention, draft_attention, page_tags,
     )  # fmt: skip
+
+
+def _make_states(config: EngineConfig, device: Device, model: CausalLM, num_rows: int) -> StatePool | None:
+    specs = model.state_specs
+    if not specs:
+        return None
+    pool = StatePool(num_rows, num_snapshots(config, device, specs), specs, device.torch_device)
+    device.name_rows(pool.carried, "states")
+    device.name_rows(pool.kept, "open_blocks")
+    return pool
 
 
 def _load_models(

@@ -11,6 +11,7 @@ import torch
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import FUSED
+from fenceline.config.state_layout import StateSpec
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer, LayerSite
@@ -125,6 +126,11 @@ class CausalLM:
         """The rules of the layers that compute more than softmax(scale q k^T) v, by their index in the KV pool."""
         return rules_of(self.layers)
 
+    @property
+    def state_specs(self) -> list[StateSpec]:
+        """What the recurrent layers keep, in the order of the pool of states."""
+        return [layer.self_attn.state_spec for layer in self.layers if layer.self_attn.state_spec is not None]
+
     # --- in pieces
 
     @property
@@ -226,12 +232,17 @@ def make_layers(
     """All layers of ``config``: their names in the checkpoint are ``prefix`` and their indices. In the KV pool those
     that attend are the ones from ``first`` on, and in the pool of states the others are the ones from 0 on."""
     of_pages, of_states = count(first), count()
-    specs = config.states or (None,) * config.num_layers
     return [
-        make(LayerSite(config, context.inside(f"{prefix}{index}"), rotary, next(ids), index))
-        for index, ids in zip(
-            config.layer_indices, [of_pages if spec is None else of_states for spec in specs], strict=True
+        make(
+            LayerSite(
+                config,
+                context.inside(f"{prefix}{index}"),
+                rotary,
+                next(of_states if index in config.recurrent_layers else of_pages),
+                index,
+            )
         )
+        for index in config.layer_indices
     ]
 
 

@@ -473,7 +473,8 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     tiers = None
     if config.hicache is None or worker.hicache is None:
         lookahead = 0 if draft is None else draft.lookahead
-        tree = RadixCache(pages, page_size, config.server_args.disable_radix_cache, lookahead)
+        disabled = config.server_args.disable_radix_cache or bool(config.model.recurrent_layers)
+        tree = RadixCache(pages, page_size, disabled, lookahead)
     else:
         tiers = HiCache(pages, worker.hicache, config, worker.storage)
         tree = tiers.tree

@@ -1,58 +1,71 @@
-"""StatePool: where the states of recurrent layers lie, and what a request's slot begins with."""
+"""StatePool: where the states of recurrent layers lie, and how many snapshots there is room for."""
 
 import pytest
 import torch
 
-from fenceline.config.kv_layout import KVRow
-from fenceline.config.state_layout import GRID, StateLayout, StateSpec, gated_delta_net
-from fenceline.mem_cache.state_pool import StatePool
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.config.state_layout import StateSpec, convolution, recurrence, together
+from fenceline.mem_cache.state_pool import StatePool, carried_nbytes, num_snapshots
+from fenceline.memory_order import open_device
+from fenceline_proof.tiny_model import tiny_model_path
 
-_DELTA_NET = gated_delta_net(2, 4, 8, 16, 4, "bfloat16")
-_CONV = StateSpec((KVRow("conv", (3, 2), "float16"),))
-CPU = torch.device("cpu")
+_SPECS = [
+    together(convolution(7, 4, "bfloat16"), recurrence(2, 1, 3, 5)),
+    convolution(3, 3, "float16"),
+    recurrence(2, 2, 4, 4),
+]
+_ROWS, _SNAPSHOTS = 4, 3
 
 
-def _pool(num_rows: int = 4, num_snapshots: int = 3) -> StatePool:
-    return StatePool(num_rows, num_snapshots, StateLayout((_DELTA_NET, _CONV, _DELTA_NET)), CPU)
+def _pool(num_snapshots: int = _SNAPSHOTS) -> StatePool:
+    return StatePool(_ROWS, num_snapshots, _SPECS, torch.device("cpu"))
 
 
-def _tensors(pool: StatePool) -> list[torch.Tensor]:
-    parts = [(layer.running, layer.grid, layer.ring) for layer in pool.layers]
-    return [tensor for of_layer in parts for tensors in of_layer for tensor in tensors.values()]
+def _shapes(spec: StateSpec) -> dict[str, tuple[int, ...]]:
+    shapes = {row.name: (_ROWS + _SNAPSHOTS, *row.shape) for row in spec.carried}
+    return shapes | {rows.row.name: (_ROWS, rows.length(0), *rows.row.shape) for rows in spec.kept}
 
 
 def test_layers_have_the_tensors_that_they_declare() -> None:
-    pool = _pool()
-    for layer, spec in zip(pool.layers, pool.layout.layers, strict=True):
-        for states in (layer.running, layer.grid):
-            assert {name: tuple(t.shape) for name, t in states.items()} == {r.name: (4, *r.shape) for r in spec.carried}
-        assert {name: tuple(t.shape) for name, t in layer.ring.items()} == {
-            row.name: (4, GRID, *row.shape) for row in spec.kept
-        }
+    for spec, tensors in zip(_SPECS, _pool().layers, strict=True):
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(spec)
 
 
-def test_no_two_tensors_of_a_slot_share_bytes() -> None:
-    pool = _pool()
-    for number, tensor in enumerate(_tensors(pool)):
+def test_no_two_tensors_share_bytes() -> None:
+    tensors = [tensor for of_layer in _pool().layers for tensor in of_layer.values()]
+    for number, tensor in enumerate(tensors):
         tensor.fill_(number + 1)
-    for number, tensor in enumerate(_tensors(pool)):
+    for number, tensor in enumerate(tensors):
         assert bool((tensor == number + 1).all())
-    assert pool.slots.shape[1] == pool.layout.slot_nbytes
-    assert pool.states.shape == (4, pool.layout.snapshot_nbytes)
 
 
-def test_a_request_begins_with_zeros_whoever_had_its_row() -> None:
+def test_a_copy_moves_what_all_layers_carry_of_one_slot() -> None:
     pool = _pool()
-    pool.slots.fill_(255)
-    pool.begin(torch.tensor([2]))
-    for layer in pool.layers:
-        for tensor in (*layer.running.values(), *layer.grid.values()):
-            assert not tensor[2].any() and bool(tensor[[0, 1, 3]].ne(0).all())
+    for of_layer in pool.layers:
+        for tensor in of_layer.values():
+            tensor[2] = 2
+    pool.copy(2, 5)
+    for spec, tensors in zip(_SPECS, pool.layers, strict=True):
+        for row in spec.carried:
+            filled = [bool((slot == 2).all()) for slot in tensors[row.name]]
+            assert filled == [slot in (2, 5) for slot in range(_ROWS + _SNAPSHOTS)]
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 3])
-def test_snapshots_are_leased_without_number_0(num_snapshots: int) -> None:
-    pool = _pool(num_snapshots=num_snapshots)
+def test_snapshots_are_leased_under_the_numbers_after_the_rows(num_snapshots: int) -> None:
+    pool = _pool(num_snapshots)
     leased = [pool.snapshots.alloc(1) for _ in range(num_snapshots)]
-    assert [int(one[0][0]) for one in leased if one is not None] == [*range(1, num_snapshots + 1)]
+    assert [int(one[0][0]) for one in leased if one is not None] == [*range(4, 4 + num_snapshots)]
     assert pool.snapshots.alloc(1) is None
+
+
+def test_snapshots_take_what_rows_leave_of_the_states_share() -> None:
+    args = ServerArgs(model_path=tiny_model_path(), device="cpu", max_running_requests=8, mamba_full_memory_ratio=0.5)
+    config, device = resolve(args), open_device("cpu")
+    most = num_snapshots(config, device, _SPECS)
+    assert most == 8 * (config.model.context_length // 64)  # what they can use, in so much memory
+    huge = [recurrence(64, 64, 512, 512)] * 8
+    assert 0 < num_snapshots(config, device, huge) * carried_nbytes(huge) < 2 << 30
+    with pytest.raises(ValueError, match=r"--max-running-requests 8: .*give at most \d"):
+        num_snapshots(config, device, huge * 8)
