@@ -82,9 +82,9 @@ _SMALLEST_PREFILL = 16
 _MAX_GRAPH_TOKENS = 2048
 # Launching one layer takes the CPU about 0.33 ms in a server that computes several prompts in a step, and meanwhile it
 # cannot send the first tokens of the step before. A token takes the GPU two operations for each weight, at 6e14
-# operations per second (H200). Above twice the number of tokens that the GPU computes in that time, padding costs more
-# than launching. A rank multiplies by its part of the weights only, and launches two sums more in each layer.
-_WORTHWHILE_WEIGHT_TOKENS = 2 * 0.33e-3 * 6e14 / 2
+# operations per second (H200). A rank multiplies by its part of the weights only, and launches two sums more in each
+# layer.
+_LAUNCH_WEIGHT_TOKENS = 0.33e-3 * 6e14 / 2
 _LAUNCHES_OF_RANKS = 1.25  # the CPU's time for a layer with sums over ranks, compared with one rank
 
 
@@ -829,10 +829,15 @@ def piecewise_cuda_graph_tokens(
         sizes = _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))
         _check_number(sizes, "--piecewise-cuda-graph-max-tokens")
         return sizes
-    ranks = args.tp_size * (_LAUNCHES_OF_RANKS if args.tp_size > 1 else 1)
-    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS * ranks / model.layer_weights)
+    worthwhile = 2 * launch_tokens(args.tp_size, model)  # in longer steps, padding costs more than launching
     sizes = _prefill_sizes(min(_MAX_GRAPH_TOKENS, max_step_tokens))
     return tuple(size for size in sizes if size <= max(worthwhile, sizes[0]))
+
+
+def launch_tokens(num_ranks: int, model: ModelConfig) -> int:
+    """The tokens of prompts that a GPU computes in the time in which a step is launched kernel by kernel."""
+    ranks = num_ranks * (_LAUNCHES_OF_RANKS if num_ranks > 1 else 1)
+    return int(_LAUNCH_WEIGHT_TOKENS * ranks / model.layer_weights)
 
 
 def _prefill_sizes(largest: int) -> tuple[int, ...]:

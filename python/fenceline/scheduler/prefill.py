@@ -217,6 +217,7 @@ class PrefillPlanner:
         best_passed = None if chunked is None else chunked.rank
         state.is_passing = False
         num_waiting_tokens: int | None = None
+        limit = 0  # from which no further prompt joins the step
         for req in islice(waiting, _MAX_LOOKED_AT):
             room = budget.step_tokens - kept.step_tokens
             if room <= 0 or budget.num_reqs <= kept.num_reqs or not state.num_rows:
@@ -233,7 +234,8 @@ class PrefillPlanner:
             if plan.reqs and chunked is None:
                 if num_waiting_tokens is None:
                     num_waiting_tokens = num_waiting()
-                if plan.num_step_tokens >= self._shared_tokens(plan, num_waiting_tokens):
+                limit = self._shared_tokens(plan, num_waiting_tokens)
+                if plan.num_step_tokens >= limit:
                     return
             num_cached = self._memory.match(req).num_tokens
             num_new = req.num_tokens - num_cached
@@ -243,7 +245,9 @@ class PrefillPlanner:
                 if num_new > min(room, size) or num_scored > budget.scored_tokens - kept.scored_tokens:
                     best_passed = req.rank
                     continue
-            elif size == 0 or (self._chunk_size is None and plan.reqs and num_new > room):
+            elif size == 0 or (plan.reqs and self._chunk_size is None and num_new > room):
+                return
+            if plan.reqs and chunked is None and self.sharing.stays_in_graphs(plan.num_step_tokens, size, limit):
                 return
             if not would_admit(state, req):
                 if state.is_passing or not state.may_be_passed(req):

@@ -34,20 +34,31 @@ class StepSharing:
     step. If ``w`` tokens wait and are computed in steps of ``s`` tokens, a prompt waits on average for half of the ``w
     / s`` steps and for half of its own step. A step takes as long as ``s + cost_tokens`` tokens, so the wait is
     shortest for ``s = sqrt(w * cost_tokens)``. A burst therefore begins with long steps, which use the GPU best, and
-    ends with short ones."""
+    ends with short ones.
+
+    Steps of up to ``graph_tokens`` are CUDA graphs. Launching a longer one takes the CPU as long as the GPU needs for
+    ``launch_tokens``, so prompts share it only if it has more than these."""
 
     cost_tokens: int
     min_tokens: int = field(default_factory=lambda: _MIN_SHARED_TOKENS)
+    graph_tokens: int = 0
+    launch_tokens: int = 0
 
     @classmethod
-    def of(cls, model: ModelConfig) -> StepSharing:
+    def of(cls, model: ModelConfig, graph_tokens: int = 0, launch_tokens: int = 0) -> StepSharing:
         """For ``model``. The fixed cost of a step corresponds to 357 tokens for the 8B and 1,952 for the 0.6B. For a
         tiny model it exceeds any prompts, so that all prompts that fit share a step."""
-        return cls(_STEP_TOKENS + _STEP_FLOP // (2 * model.layer_weights * model.num_layers))
+        cost_tokens = _STEP_TOKENS + _STEP_FLOP // (2 * model.layer_weights * model.num_layers)
+        return cls(cost_tokens, graph_tokens=graph_tokens, launch_tokens=launch_tokens)
 
     def tokens(self, num_waiting: int) -> int:
         """The limit for the next step if ``num_waiting`` tokens are to be computed."""
         return max(isqrt(num_waiting * self.cost_tokens), self.min_tokens)
+
+    def stays_in_graphs(self, num_step: int, num_new: int, limit: int) -> bool:
+        """Whether a step of ``num_step`` tokens ends before a prompt of ``num_new``, with which it would have to be
+        launched kernel by kernel. ``limit``: of :meth:`tokens`."""
+        return num_step <= self.graph_tokens < num_step + num_new and limit <= self.launch_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.draft_config import StepShape
-from fenceline.config.engine_config import EngineConfig
+from fenceline.config.engine_config import EngineConfig, launch_tokens
 from fenceline.model_executor.step import DepthChoice, StepBatch, StepCosts
 from fenceline.scheduler.admission import CLIP_NEW_TOKENS, AdmissionState, loses_least, preempted
 from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth
@@ -48,7 +48,11 @@ class StepPlanner:
             self.memory,
             config.chunked_prefill_size,
             config.max_prefill_tokens,
-            StepSharing.of(config.model),
+            StepSharing.of(
+                config.model,
+                max(config.piecewise_cuda_graph_tokens, default=0),
+                launch_tokens(config.server_args.tp_size, config.model),
+            ),
             config.prefill_max_requests,
             PrefixWork.of(config.model, config.device),
         )

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, assert_right, make_driver, prefills, request
 
 import fenceline
-from fenceline.config.engine_config import resolve
+from fenceline.config.engine_config import launch_tokens, resolve
 from fenceline.config.families import ExpertsConfig
+from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.memory_order import Points
@@ -27,6 +28,18 @@ def sharing_driver(sharing: StepSharing, **flags: object) -> tuple[Driver, list[
     driver = make_driver(num_pages=400, page_size=4, num_rows=16, **flags)
     driver.scheduler.planner.prefill.sharing = sharing
     return driver, prefills(driver)
+
+
+def model_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
+    return dataclasses.replace(
+        resolve(ServerArgs(model_path=fenceline.demo_model_path(), device="cpu")).model,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,6 +78,34 @@ def test_a_burst_begins_with_long_steps_and_ends_with_short_ones() -> None:
     # 150 tokens wait: 38 in a step; 110: 33; 70: 26; 40: 20; 20: 14.
     assert [len(step) for step in steps] == [4, 4, 3, 2, 2]
     assert_right(driver, *reqs)
+
+
+@pytest.mark.parametrize(
+    ("lens", "expected"),
+    [
+        ([10] * 8, [[10] * 3, [10] * 3, [10] * 2]),
+        ([10, 40, 10, 10], [[10], [40, 10], [10]]),  # one that is longer is launched anyhow: others may join it
+        ([10] * 13, [[10] * 7, *[[10] * 3] * 2]),  # a step that is longer than launching it takes
+    ],
+)
+def test_prompts_share_the_steps_that_are_graphs(lens: list[int], expected: list[list[int]]) -> None:
+    driver, steps = sharing_driver(StepSharing(32, 8, graph_tokens=32, launch_tokens=60), chunked_prefill_size=128)
+    reqs = [request(f"r{i}", [i + 1] * n, max_new_tokens=4, ignore_eos=True) for i, n in enumerate(lens)]
+    driver.send(*reqs)
+    driver.run()
+    assert steps == expected
+    assert_right(driver, *reqs)
+
+
+def test_a_burst_of_32_prompts_is_computed_in_graphs() -> None:
+    """Of the 0.6B, whose graphs have up to 2,048 tokens: launching more kernel by kernel would take longer."""
+    model = model_of(1024, 3072, 28, 16, 8, 128)
+    sharing = StepSharing.of(model, 2048, launch_tokens(1, model))
+    driver = make_driver(num_pages=400, page_size=16, num_rows=32, chunked_prefill_size=8192, prefill_max_requests=64)
+    driver.scheduler.planner.prefill.sharing, steps = sharing, prefills(driver)
+    driver.send(*[request(f"r{i}", [i + 1] * 128, max_new_tokens=2, ignore_eos=True) for i in range(32)])
+    driver.run()
+    assert steps == [[128] * 16, [128] * 16]
 
 
 def mean_wait(num_prompts: int, prompt_len: int, cost: int, size: Callable[[int], int]) -> float:
@@ -119,16 +160,7 @@ def test_a_long_queue_is_taken_to_be_like_its_beginning(num: int) -> None:
 def test_what_a_step_costs_of_real_models(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, cost: int
 ) -> None:
-    model = resolve(ServerArgs(model_path=fenceline.demo_model_path(), device="cpu")).model
-    model = dataclasses.replace(
-        model,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-    )
+    model = model_of(hidden, intermediate, layers, heads, kv_heads, head_dim)
     assert StepSharing.of(model).cost_tokens == cost
     # Eight experts of a size cost a token what one MLP of eight times that size does, however many there are.
     experts = ExpertsConfig(num_experts=128, top_k=8, intermediate_size=intermediate // 8, renormalise=True)
