@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.kernels.index_rows import packed, rounded, spread
+from fenceline.layers.kernels.recurrence import recurrence, short_convolution
+from fenceline.layers.recurrent_state import LayerState, StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,31 @@ class LayerKernels:
         if activation == RELU:
             return F.relu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
+
+    def short_convolution(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        silu: bool,
+        state: LayerState,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """See ``recurrence.short_convolution``."""
+        return short_convolution(x, weight, bias, silu, state, rows)
+
+    def recurrence(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decays: torch.Tensor,
+        beta: torch.Tensor | None,
+        state: LayerState,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """See ``recurrence.recurrence``."""
+        return recurrence(q, k, v, decays, beta, state, rows)
 
     def rotate_and_store(
         self,
