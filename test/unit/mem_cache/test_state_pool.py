@@ -65,7 +65,7 @@ def test_snapshots_take_what_rows_leave_of_the_states_share() -> None:
     config, device = resolve(args), open_device("cpu")
     most = num_snapshots(config, device, _SPECS)
     assert most == 8 * (config.model.context_length // 64)  # what they can use, in so much memory
-    huge = [recurrence(64, 64, 512, 512)] * 8
+    huge = [recurrence(16, 16, 128, 128)] * 4
     assert 0 < num_snapshots(config, device, huge) * carried_nbytes(huge) < 2 << 30
     with pytest.raises(ValueError, match=r"--max-running-requests 8: .*give at most \d"):
-        num_snapshots(config, device, huge * 8)
+        num_snapshots(config, device, huge * 64)
