@@ -24,11 +24,12 @@ from pathlib import Path
 from statistics import median
 
 from bench_server import BenchServer
-from run import LOADS, Row, measure
+from run import ALL_LOADS, Row, loads_of, measure
 from shapes import SHAPES, make_model_dir
 
 SIDES = ("before", "after")
-_MAX_TOTAL_TOKENS = {"0.6b": 330_000, "8b": 300_000, "llama-8b": 300_000, "tiny": 16_384}  # two fit on one H200
+_MAX_TOTAL_TOKENS = {"0.6b": 330_000, "8b": 300_000, "llama-8b": 300_000, "tiny": 16_384}
+_MAX_TOTAL_TOKENS |= {"qwen2.5-7b": 300_000, "qwen2.5-vl-7b": 300_000}  # two of each fit on one H200
 HEADER = "| shape | load | tok/s before | after | ratio "
 HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio |"
 
@@ -68,10 +69,10 @@ def table_row(shape: str, key: str, runs: dict[str, list[Row]]) -> str:
     for name, digits in (("output_tok_s", 0), ("ttft_ms", 1), ("tpot_ms", 3)):
         values = [[getattr(row.figures, name) for row in runs[side] if row.figures] for side in SIDES]
         if not all(values):
-            return f"| {shape} | {LOADS[key]} | failed |"
+            return f"| {shape} | {ALL_LOADS[key]} | failed |"
         before, after = (median(side) for side in values)
         cells += [f"{before:,.{digits}f}", f"{after:,.{digits}f}", f"{after / before:.3f}"]
-    return f"| {shape} | {LOADS[key]} | {' | '.join(cells)} |"
+    return f"| {shape} | {ALL_LOADS[key]} | {' | '.join(cells)} |"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--before-args", default="", help="more flags for its server, as one word")
     parser.add_argument("--after-args", default="", help="more flags for the other server, as one word")
     parser.add_argument("--shape", nargs="+", default=["0.6b", "8b"], choices=list(SHAPES))
-    parser.add_argument("--load", nargs="+", default=list(LOADS), choices=list(LOADS), help="requests at a time")
+    parser.add_argument("--load", nargs="+", choices=list(ALL_LOADS), help="requests at a time (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load on each side")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
@@ -99,8 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     table, runs = [], []
     for shape in args.shape:
-        rows = compare(shape, args.load, args)
-        table += [table_row(shape, key, rows[key]) for key in args.load]
+        keys = args.load or loads_of(shape)
+        rows = compare(shape, keys, args)
+        table += [table_row(shape, key, rows[key]) for key in keys]
         runs += [{"side": side} | asdict(row) for sides in rows.values() for side in SIDES for row in sides[side]]
         (args.out / "result.json").write_text(json.dumps(runs, indent=1) + "\n")
     print("", HEADER, "|---" * 11 + "|", *table, "", f"logs and figures: {args.out}", sep="\n")

@@ -2,12 +2,14 @@
 
     python benchmark/h200/run.py                                   # both shapes, the three loads: about 3 minutes
     python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
+    python benchmark/h200/run.py --shape qwen2.5-vl-7b             # with images: each new, or seen before
     python benchmark/h200/run.py --shape tiny --quick              # on any machine: whether it works at all
 
 Each shape's server runs with dummy weights and otherwise default flags (--server-args adds some). Each load is
 warmed up with short requests of its own prompt length, the prefix cache is flushed, and the measured run follows:
-random token ids sent as ids, lengths exact, answers streamed. The table is Markdown; --out keeps the logs,
-bench_serving's lines with the server's own state in them, and result.json.
+random token ids sent as ids, lengths exact, answers streamed. Loads with images have one of 1280x720 pixels a request,
+through chat completions; those that were seen before are 16 that the server has had, and its cache is kept. The table
+is Markdown; --out keeps the logs, bench_serving's lines with the server's own state in them, and result.json.
 
 SGLang's figures: version 0.5.16 on one H200, bf16, dummy weights, fa3 backend, its defaults and its own client.
 """
@@ -21,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from bench_server import BenchServer, ServerDied
-from shapes import SHAPES, make_model_dir, num_plain_tokens
+from shapes import SHAPES, has_tower, make_model_dir, num_plain_tokens
 
 _WARMUP_OUTPUT_LEN = 16
 _MOST_WARMUP_PROMPTS = 64
@@ -34,32 +37,50 @@ _DYING_S = 3.0  # a server whose scheduler has died ends within this time; its r
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``concurrency`` requests at a time; lengths in tokens."""
+    """``concurrency`` requests at a time; lengths in tokens. ``images``: what each request has before its text."""
 
     input_len: int
     output_len: int
     concurrency: int
     num_prompts: int
+    images: Literal["none", "a new one", "one seen before"] = "none"
 
     def eighth(self) -> Load:
         """A smaller load, for --quick."""
         lens = (max(self.input_len // 8, 1), max(self.output_len // 8, 2))
-        return Load(*lens, max(self.concurrency // 8, 1), max(self.num_prompts // 8, 2))
+        return Load(*lens, max(self.concurrency // 8, 1), max(self.num_prompts // 8, 2), self.images)
+
+    def flags(self, vocab: int) -> list[str]:
+        """Those of bench_serving that say what is sent; ``vocab``: ids of plain tokens."""
+        if self.images == "none":
+            return [*_TEXT_FLAGS, "--vocab-size", str(vocab), "--flush-cache"]
+        return [*_IMAGE_FLAGS, *(["--flush-cache"] if self.images == "a new one" else ["--image-pool", "16"])]
 
     def __str__(self) -> str:
-        return f"{self.input_len} in, {self.output_len} out, {self.concurrency} at a time, {self.num_prompts} requests"
+        image = "" if self.images == "none" else f", an image ({self.images})"
+        sizes = f"{self.input_len} in, {self.output_len} out, {self.concurrency} at a time, {self.num_prompts} requests"
+        return sizes + image
+
+
+_TEXT_FLAGS = ["--backend", "fenceline", "--dataset-name", "random-ids"]
+_IMAGE_FLAGS = ["--backend", "fenceline-oai-chat", "--dataset-name", "image", "--image-resolution", "720p"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Output tokens per second over the run; means over requests, in milliseconds."""
+    """Output tokens and requests per second over the run; means over requests, in milliseconds."""
 
     output_tok_s: float
     ttft_ms: float
     tpot_ms: float
+    requests_s: float | None = None
 
 
 LOADS = {"1": Load(1024, 256, 1, 12), "32": Load(128, 512, 32, 96), "256": Load(1024, 256, 256, 512)}
+_AT_A_TIME = {1: 12, 16: 96, 64: 256}  # with images: how many requests in all
+IMAGE_LOADS = {f"image-{at}": Load(100, 128, at, num, "a new one") for at, num in _AT_A_TIME.items()}
+IMAGE_LOADS |= {f"seen-{at}": Load(100, 128, at, num, "one seen before") for at, num in _AT_A_TIME.items()}
+ALL_LOADS = LOADS | IMAGE_LOADS
 SGLANG = {
     ("0.6b", "1"): Figures(601, 11.8, 1.62),
     ("0.6b", "32"): Figures(15487, 32, 2.00),
@@ -97,11 +118,11 @@ def bench(
     file = out / f"{name}.bench.json"
     file.unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-m", "fenceline.bench_serving", "--backend", "fenceline", "--base-url", server.url),
-        *("--dataset-name", "random-ids", "--vocab-size", str(vocab), "--random-range-ratio", "1"),
+        *(sys.executable, "-m", "fenceline.bench_serving", "--base-url", server.url),
+        *(*load.flags(vocab), "--random-range-ratio", "1"),
         *("--random-input-len", str(load.input_len), "--random-output-len", str(load.output_len)),
         *("--num-prompts", str(load.num_prompts), "--max-concurrency", str(load.concurrency), "--seed", str(seed)),
-        *("--warmup-requests", "1", "--flush-cache", "--disable-tqdm", "--output-file", str(file)),
+        *("--warmup-requests", "1", "--disable-tqdm", "--output-file", str(file)),
         *extra,
     ]
     with (out / f"{name}.bench.txt").open("w") as log:
@@ -131,11 +152,11 @@ def _wait(client: subprocess.Popen[bytes], server: BenchServer, timeout_s: float
 
 def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace) -> Row:
     """Warm up and run one load. Raises ServerDied."""
-    load = LOADS[key].eighth() if args.quick else LOADS[key]
+    load = ALL_LOADS[key].eighth() if args.quick else ALL_LOADS[key]
     name, vocab = f"{shape}-{key}", num_plain_tokens(shape)
     try:
         prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS)
-        warmup = Load(load.input_len, _WARMUP_OUTPUT_LEN, load.concurrency, prompts)
+        warmup = replace(load, output_len=_WARMUP_OUTPUT_LEN, num_prompts=prompts)
         bench(server, warmup, vocab, args.out, f"{name}-warmup", args.seed + 1000, args.timeout)
         result = bench(server, load, vocab, args.out, name, args.seed, args.timeout)
     except RuntimeError as error:
@@ -143,9 +164,12 @@ def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace)
         return Row(shape, key, str(load), None, error=str(error))
     if result["failed"]:
         server.raise_if_dead(_DYING_S)
-    values = [float(str(result[k])) for k in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")]
+    values = [float(str(result[k])) for k in _FIGURES]
     error = f"{result['failed']} requests failed" if result["failed"] else ""
     return Row(shape, key, str(load), Figures(*values), graph_summary(result.get("server_info")), error)
+
+
+_FIGURES = "output_throughput", "mean_ttft_ms", "mean_tpot_ms", "request_throughput"
 
 
 def graph_summary(info: object) -> str:
@@ -162,6 +186,11 @@ def graph_summary(info: object) -> str:
     return ", ".join(counts)
 
 
+def loads_of(shape: str) -> list[str]:
+    """The loads that the model of ``shape`` can take."""
+    return list(ALL_LOADS if has_tower(shape) else LOADS)
+
+
 def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iterator[Row]:
     """Measure the loads of one shape on one server, or on a new one after the first has died."""
     model_dir = make_model_dir(shape, args.models)
@@ -174,12 +203,12 @@ def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iter
                     yield measure(server, shape, left[0], args)
                     left.pop(0)
         except ServerDied as error:
-            yield Row(shape, left[0], str(LOADS[left[0]]), None, error=str(error))
+            yield Row(shape, left[0], str(ALL_LOADS[left[0]]), None, error=str(error))
             left.pop(0)
 
 
 COLUMNS = ["shape", "load", "output tok/s", "SGLang", "ratio", "TTFT mean ms", "SGLang"]
-COLUMNS += ["TPOT mean ms", "SGLang", "ratio", "graph replays"]
+COLUMNS += ["TPOT mean ms", "SGLang", "ratio", "requests/s", "graph replays"]
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
@@ -198,6 +227,7 @@ def table_row(row: Row) -> str:
             *(f"{ours.ttft_ms:.1f}", f"{theirs.ttft_ms:g}"),
             *(f"{ours.tpot_ms:.2f}", f"{theirs.tpot_ms:g}", f"{theirs.tpot_ms / ours.tpot_ms:.2f}"),
         ]
+    cells.append("" if ours.requests_s is None else f"{ours.requests_s:.2f}")
     return f"| {row.shape} | {row.what} | {' | '.join(cells)} | {row.graphs} |"
 
 
@@ -205,7 +235,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="all: 0.6b and 8b")
-    parser.add_argument("--load", default="all", choices=["all", *LOADS], help="requests at a time")
+    parser.add_argument("--load", default="all", choices=["all", *ALL_LOADS], help="requests at a time")
     parser.add_argument("--server-args", default="", help="more flags for the server, as one word")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
@@ -222,10 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 if a load failed."""
     args = parse(argv)
     shapes = ["0.6b", "8b"] if args.shape == "all" else [args.shape]
-    keys = list(LOADS) if args.load == "all" else [args.load]
     rows: list[Row] = []
     for shape in shapes:
-        for row in run_shape(shape, keys, args):
+        for row in run_shape(shape, loads_of(shape) if args.load == "all" else [args.load], args):
             rows.append(row)  # the file is written at once, so that the row is kept if a later load fails
             print(table_row(row), *([row.error] if row.error else []), sep="\n", flush=True)
             (args.out / "result.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")

@@ -11,6 +11,7 @@ import json
 import shutil
 import string
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,6 +27,8 @@ SHAPES = {
     "glm-4.7-flash": "glm-4.7-flash",
     "deepseek-v3-cut": "deepseek-v3-cut",  # 11 of 61 layers in FP8, 8 of them with experts: what fits in one H200
     "glm-5-cut": "glm-5-cut",  # 11 of 78
+    "qwen2.5-7b": "qwen2.5-7b",
+    "qwen2.5-vl-7b": "qwen2.5-vl-7b",  # the same with a tower; config.json as published, and preprocessor_config.json
     "tiny": "tiny",
 }
 NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
@@ -39,6 +42,14 @@ _MARKS = [
     *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
     *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
 ]
+
+# For models with a tower: an image is one token, which the server repeats.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -63,9 +74,14 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _config(shape: str) -> dict[str, int]:
-    config: dict[str, int] = json.loads(_config_file(shape).read_text())
+def _config(shape: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(_config_file(shape).read_text())
     return config
+
+
+def has_tower(shape: str) -> bool:
+    """Whether the model of ``shape`` reads images."""
+    return "vision_config" in _config(shape)
 
 
 def _config_file(shape: str) -> Path:
@@ -76,7 +92,7 @@ def _config_file(shape: str) -> Path:
 
 def num_plain_tokens(shape: str) -> int:
     """How many ids, from 0 on, are plain tokens in the vocabulary of the model of ``shape``."""
-    return min(NUM_PLAIN_TOKENS, _config(shape)["vocab_size"] - 256)  # special tokens come last
+    return min(NUM_PLAIN_TOKENS, int(_config(shape)["vocab_size"]) - 256)  # special tokens come last
 
 
 def kv_bytes_per_token(shape: str) -> int:
@@ -102,6 +118,8 @@ def make_model_dir(shape: str, parent: Path) -> Path:
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
     }
+    if has_tower(shape):
+        config["chat_template"] = _CHAT_TEMPLATE
     # This file is written last: it shows that the folder is complete.
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

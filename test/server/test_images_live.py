@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vision_cases import BEGIN, END, IMAGE, VISION_MODELS, theirs
 from vision_server import save_vision_model
 
 import fenceline
+from fenceline.bench_serving import run_benchmark
 
 pytestmark = pytest.mark.slow
 SMALL = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -39,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(model: Path) -> Iterator[LiveServer]:
-    flags = ["--served-model-name", "vision", "--device", "cpu", "--limit-mm-data-per-request"]
+    flags = ["--served-model-name", "vision", "--device", "cpu", "--enable-cache-report", "--limit-mm-data-per-request"]
     with LiveServer.real("--model-path", str(model), *flags, '{"image": 3}') as server:
         yield server.wait_ready()
 
@@ -225,3 +227,17 @@ def test_conversations_are_answered_as_by_transformers(name: str, tmp_path: Path
     assert (ids[ids.index(BEGIN) - 2 : ids.index(BEGIN)] == [line, line]) == name.startswith("Gemma3")
     assert ids[-ids[::-1].index(IMAGE)] == END
     assert made["token_ids"] == theirs(model, ids, [NOISE, RED])
+
+
+def test_bench_serving_sends_images(live: LiveServer, tmp_path: Path) -> None:
+    """Images that no request had before, and those of a pool, which every request but the first of each finds."""
+    flags = {"backend": "fenceline-oai-chat", "base_url": live.base_url, "dataset_name": "image", "num_prompts": 6}
+    sizes = {"image_resolution": "40x60", "image_count": 2, "random_input_len": 20, "random_output_len": 4}
+    output = {"disable_tqdm": True, "output_file": str(tmp_path / "lines.jsonl"), "random_range_ratio": 1.0}
+    cached = []
+    for pool in (None, 2):
+        result = run_benchmark(Namespace(**flags, **sizes, **output, image_pool=pool, max_concurrency=2))
+        assert result["completed"] == 6 and result["failed"] == 0 and result["mean_ttft_ms"] > 0
+        assert result["total_input_tokens"] >= 6 * (20 + 2 * 4), "those of images too"
+        cached.append(result["total_cached_tokens"])
+    assert cached[0] < cached[1]

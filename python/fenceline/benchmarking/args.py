@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fenceline.benchmarking.endpoints import BACKENDS, backend_kind
 
-DATASETS = ("sharegpt", "custom", "random", "random-ids", "generated-shared-prefix", "multi-turn")
+DATASETS = ("sharegpt", "custom", "random", "random-ids", "generated-shared-prefix", "multi-turn", "image")
+IMAGE_SIZES = {"4k": (2160, 3840), "1080p": (1080, 1920), "720p": (720, 1280), "360p": (360, 640)}
+"""The named values of --image-resolution: height, width."""
 
 
 def _arg(default: object, help: str, *, begins: str = "", secret: bool = False, **settings: object) -> Any:
@@ -43,8 +46,10 @@ class BenchArgs:
     prompt_suffix: str = _arg("", "Appended to every user prompt read from a file.")
     apply_chat_template: bool = _arg(False, "Apply the tokenizer's chat template.")
     tokenize_prompt: bool = _arg(False, "Send token ids instead of text.")
-    random_input_len: int = _arg(1024, "Input tokens of random, random-ids, multi-turn.", begins="synthetic datasets")
-    random_output_len: int = _arg(1024, "Output tokens of random, random-ids, multi-turn.")
+    random_input_len: int = _arg(
+        1024, "Input tokens of random, random-ids, multi-turn, image.", begins="synthetic datasets"
+    )
+    random_output_len: int = _arg(1024, "Output tokens of random, random-ids, multi-turn, image.")
     random_range_ratio: float = _arg(0.0, "Lengths are drawn from [ratio*len, len].")
     gsp_num_groups: int = _arg(64, "generated-shared-prefix: number of system prompts.")
     gsp_prompts_per_group: int = _arg(16, "Questions per system prompt.")
@@ -56,6 +61,13 @@ class BenchArgs:
     gsp_ordered: bool = _arg(False, "Keep groups together instead of shuffling.")
     multi_turn_num_turns: int = _arg(4, "multi-turn: number of turns, or maximum for a file.")
     multi_turn_question_len: int | None = _arg(None, "Tokens of later questions; default: --random-input-len.")
+    image_count: int = _arg(1, "image: images of a request.", begins="images")
+    image_resolution: str = _arg("1080p", f"{', '.join(IMAGE_SIZES)}, or HEIGHTxWIDTH.")
+    image_format: str = _arg("jpeg", "Format of the files.", choices=["jpeg", "png"])
+    image_content: str = _arg("random", "What they show: noise, or nothing.", choices=["random", "blank"])
+    image_pool: int | None = _arg(
+        None, "Number of images that all requests share, each sent before the measurement; default: no image is twice."
+    )
     request_rate: float = _arg(float("inf"), "Poisson arrivals per second; inf sends all at once.", begins="load")
     max_concurrency: int | None = _arg(None, "Maximum number of requests (or conversations) in flight.")
     warmup_requests: int = _arg(1, "Number of short requests before the measurement.")
@@ -126,14 +138,30 @@ def check(args: BenchArgs) -> None:
         raise ValueError("--header takes KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
     if args.tokenize_prompt and backend_kind(args.backend) == "chat":
         raise ValueError(f"--tokenize-prompt cannot be used with {args.backend}: chat endpoints take text only")
+    if args.dataset_name == "image":
+        if backend_kind(args.backend) != "chat":
+            raise ValueError(
+                f"--dataset-name image cannot be used with {args.backend}: take --backend fenceline-oai-chat"
+            )
+        image_size(args.image_resolution)
     _check_extra_body(args)
+
+
+def image_size(resolution: str) -> tuple[int, int]:
+    """The height and width for which --image-resolution stands. Raises ValueError with the remedy."""
+    found = re.fullmatch("([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", resolution)
+    if resolution not in IMAGE_SIZES and found is None:
+        raise ValueError(
+            f"--image-resolution {resolution}: take {', '.join(IMAGE_SIZES)}, or HEIGHTxWIDTH as in 720x1280"
+        )
+    return IMAGE_SIZES[resolution] if found is None else (int(found[1]), int(found[2]))
 
 
 def _check_ranges(args: BenchArgs) -> None:
     at_least_one = (
         "num_prompts random_input_len random_output_len gsp_num_groups gsp_prompts_per_group gsp_system_prompt_len "
         "gsp_question_len gsp_output_len gsp_num_turns multi_turn_num_turns max_concurrency sharegpt_output_len "
-        "sharegpt_context_len multi_turn_question_len vocab_size"
+        "sharegpt_context_len multi_turn_question_len vocab_size image_count image_pool"
     )
     for name in at_least_one.split():
         value = getattr(args, name)

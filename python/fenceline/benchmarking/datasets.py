@@ -5,6 +5,9 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.endpoints import backend_kind
+from fenceline.benchmarking.images import image_urls
 from fenceline.benchmarking.records import BenchRequest, Content, Turn, joined
 from fenceline.benchmarking.tokenizer import Tokenizer, count_tokens
 
@@ -150,6 +154,8 @@ def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRe
         return _random_ids(args, tokenizer, rng)
     if tokenizer is None:
         raise ValueError(f"--dataset-name {args.dataset_name} needs a tokenizer: pass --tokenizer DIR_OR_HUB_ID")
+    if args.dataset_name == "image":
+        return _image(args, TextMaker(tokenizer, rng), rng, args.num_prompts)
     if args.dataset_name == "random":
         return _random(args, TextMaker(tokenizer, rng, args.tokenize_prompt), rng)
     if args.dataset_name == "generated-shared-prefix":
@@ -157,6 +163,16 @@ def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRe
     if args.dataset_name == "multi-turn" and not args.dataset_path:
         return _multi_turn(args, TextMaker(tokenizer, rng, args.tokenize_prompt), rng)
     return _from_file(args, tokenizer, rng)
+
+
+def build_warm_up(args: BenchArgs, tokenizer: Tokenizer | None, requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    """What is sent before ``requests`` are measured: the first of them, --warmup-requests times. Images have their own
+    instead, so that no image of ``requests`` is known to the server; or with --image-pool, all of the pool are."""
+    if args.dataset_name != "image" or tokenizer is None or not args.warmup_requests:
+        return [*requests[:1]] * args.warmup_requests
+    rng = np.random.default_rng([args.seed, 1])
+    num = max(args.warmup_requests, -(-(args.image_pool or 0) // args.image_count))
+    return _image(args, TextMaker(tokenizer, rng), rng, num)
 
 
 class TextMaker:
@@ -221,6 +237,15 @@ def _random(args: BenchArgs, maker: TextMaker, rng: np.random.Generator) -> list
     return [
         BenchRequest((Turn(content, maker.count(content), output_len),))
         for content, output_len in zip(contents, output_lens, strict=True)
+    ]
+
+
+def _image(args: BenchArgs, maker: TextMaker, rng: np.random.Generator, num: int) -> list[BenchRequest]:
+    """``num`` requests of random text, each with --image-count images."""
+    urls = image_urls(args, rng)
+    return [
+        BenchRequest((replace(request.turns[0], images=tuple(islice(urls, args.image_count))),))
+        for request in _random(replace(args, num_prompts=num), maker, rng)
     ]
 
 

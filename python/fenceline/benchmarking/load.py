@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -45,12 +45,17 @@ class Conversation:
     _messages: list[Message] = field(default_factory=list)
     _history: Content | None = None
 
-    def ask(self, content: Content) -> Prompt:
-        """Append ``content`` as the user's next turn. Returns the prompt, which later calls do not change."""
+    def ask(self, content: Content, images: Sequence[str] = ()) -> Prompt:
+        """Append ``content`` as the user's next turn. Returns the prompt, which later calls do not change. ``images``:
+        data: URLs, for a chat endpoint."""
         if self.style == "plain":
             self._history = content if self._history is None else joined(self._history, content)
             return self._history
-        self._messages.append({"role": "user", "content": self._as_text(content)})
+        text: str | list[dict[str, object]] = self._as_text(content)
+        if images:
+            parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+            text = [*parts, {"type": "text", "text": text}]
+        self._messages.append({"role": "user", "content": text})
         if self.style == "messages":
             return list(self._messages)
         assert self.tokenizer is not None, "check_template passed"
@@ -159,7 +164,7 @@ async def converse(
     failed_turn: int | None = None
     for i, turn in enumerate(request.turns):
         num_tokens += turn.prompt_len
-        call = Call(conversation.ask(turn.content), turn.output_len, seed, lora_name)
+        call = Call(conversation.ask(turn.content, turn.images), turn.output_len, seed, lora_name)
         if failed_turn is None:
             reply = await client.send(call)
             if not reply.success:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+Message = dict[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | list[int] | list[Message]  # text, token ids, or chat messages
 Content = str | list[int]  # one user turn: text or token ids
 
@@ -20,11 +21,13 @@ def joined(head: Content, tail: Content, between: str = "") -> Content:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One user turn. ``prompt_len`` is the number of tokens of ``content``, without the conversation before it."""
+    """One user turn. ``prompt_len`` is the number of tokens of ``content``, without the conversation before it, and
+    without those of the ``images``, which are data: URLs and come before the text."""
 
     content: Content
     prompt_len: int
     output_len: int
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

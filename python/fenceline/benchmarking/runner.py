@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import uvloop
 from fenceline.benchmarking import report
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.client import Client, open_session, raise_file_limit
-from fenceline.benchmarking.datasets import build_requests
+from fenceline.benchmarking.datasets import build_requests, build_warm_up
 from fenceline.benchmarking.determinism import check_determinism
 from fenceline.benchmarking.endpoints import Endpoint, backend_kind, is_sampled, server_url
 from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, check_template, prompt_style, run_load
@@ -193,7 +193,7 @@ async def _measure(
     """Warm up, flush the cache, start the profiler, and send the load."""
     root = client.endpoint.root
     style = prompt_style(args)
-    await _warm_up(client, args, requests[0], Conversation(style, tokenizer))
+    await _warm_up(client, args, build_warm_up(args, tokenizer, requests), lambda: Conversation(style, tokenizer))
     if args.flush_cache:
         await post_control(session, root + "/flush_cache")
     if args.profile:
@@ -215,21 +215,28 @@ async def _measure(
     return load
 
 
-async def _warm_up(client: Client, args: BenchArgs, request: BenchRequest, conversation: Conversation) -> None:
-    """Send the first prompt --warmup-requests times at once, with short answers. Raises ValueError if none succeeds."""
-    if args.warmup_requests == 0:
+async def _warm_up(
+    client: Client, args: BenchArgs, requests: Sequence[BenchRequest], new_conversation: Callable[[], Conversation]
+) -> None:
+    """Send the first turns of ``requests`` at once, with short answers. Raises ValueError if none succeeds."""
+    if not requests:
         return
-    print(f"Starting warmup with {args.warmup_requests} sequences...", flush=True)
-    turn = request.turns[0]
+    print(f"Starting warmup with {len(requests)} sequences...", flush=True)
     lora = args.lora_name[0] if args.lora_name else None
-    call = Call(conversation.ask(turn.content), min(turn.output_len, _WARMUP_OUTPUT_LEN), lora_name=lora)
-    replies = await asyncio.gather(*(client.send(call) for _ in range(args.warmup_requests)))
+    turns = [request.turns[0] for request in requests]
+    calls = [
+        Call(
+            new_conversation().ask(turn.content, turn.images), min(turn.output_len, _WARMUP_OUTPUT_LEN), lora_name=lora
+        )
+        for turn in turns
+    ]
+    replies = await asyncio.gather(*map(client.send, calls))
     if not any(reply.success for reply in replies):
         raise ValueError(
             f"the warm-up failed ({replies[0].error}): check --backend, --base-url and the server, "
             "or pass --warmup-requests 0 to run without a warm-up"
         )
-    print(f"Warmup completed with {args.warmup_requests} sequences. Starting main benchmark run...", flush=True)
+    print(f"Warmup completed with {len(requests)} sequences. Starting main benchmark run...", flush=True)
 
 
 def exit_status(result: dict[str, Any]) -> int:

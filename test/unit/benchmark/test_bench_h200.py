@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from fenceline.benchmarking.args import BenchArgs, build_parser, image_size
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer import load_tokenizer
@@ -77,7 +79,7 @@ def test_table_row_compares_with_the_reference() -> None:
     from run import Figures, Row, graph_summary, table_row
 
     row = Row("8b", "32", "load", Figures(5799.2, 60.0, 5.0), "10/10")
-    assert table_row(row) == "| 8b | load | 5,799 | 5,272 | 1.10 | 60.0 | 85 | 5.00 | 5.9 | 1.18 | 10/10 |"
+    assert table_row(row) == "| 8b | load | 5,799 | 5,272 | 1.10 | 60.0 | 85 | 5.00 | 5.9 | 1.18 |  | 10/10 |"
     assert table_row(Row("8b", "32", "load", None, error="died")) == "| 8b | load | failed |"
     graphs = {"replays": 7, "eligible_steps": 9, "fallbacks": {"size": 2}, "repairs": {}}
     assert graph_summary({"internal_states": [{"cuda_graphs": graphs}]}) == "7/9 {'size': 2}"
@@ -120,6 +122,8 @@ def test_configs_name_no_code() -> None:
             "GlmMoeDsaForCausalLM",
             "GptOssForCausalLM",
             "LlamaForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen2_5_VLForConditionalGeneration",
             "Qwen3ForCausalLM",
             "Qwen3MoeForCausalLM",
         )
@@ -134,6 +138,36 @@ def test_the_llama_shape_is_the_real_one(tmp_path: Path) -> None:
     assert kv_bytes_per_token("llama-8b") == 128 * 1024
     assert num_plain_tokens("llama-8b") == 128000
     assert num_plain_tokens("0.6b") == 151643
+
+
+def test_the_shape_that_reads_images_is_the_real_one(tmp_path: Path) -> None:
+    """And its loads are those of a text model of the same layers, and images of 1,196 tokens."""
+    from run import ALL_LOADS, LOADS, loads_of
+    from shapes import kv_bytes_per_token, make_model_dir
+
+    folder = make_model_dir("qwen2.5-vl-7b", tmp_path)
+    model = resolve(ServerArgs(model_path=str(folder), load_format="dummy")).model
+    assert model.vision is not None and model.vision.images.num_tokens(1280, 720) == 1196
+    with torch.device("meta"):
+        layers = make_model(replace(model, context_length=1), torch_context(Shard(), torch.bfloat16))
+    assert sum(math.prod(slot.full_shape) for slot in layers.weight_slots().values()) == pytest.approx(8.29e9, 0.01)
+    assert kv_bytes_per_token("qwen2.5-vl-7b") == kv_bytes_per_token("qwen2.5-7b") == 56 * 1024
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    parts = [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "what"}]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": parts}], return_dict=False)
+    assert ids.count(model.vision.placeholder) == 1
+    assert loads_of("qwen2.5-7b") == list(LOADS) and loads_of("qwen2.5-vl-7b") == list(ALL_LOADS)
+
+
+def test_loads_are_what_bench_serving_takes() -> None:
+    from run import ALL_LOADS
+
+    for key, load in ALL_LOADS.items():
+        for one in (load, load.eighth()):
+            args = BenchArgs.from_namespace(build_parser().parse_args(one.flags(100)))
+            assert (args.dataset_name == "image") == (load.images != "none") == ("-" in key)
+            assert (args.image_pool is not None) == key.startswith("seen") == (not args.flush_cache)
+            assert image_size(args.image_resolution) == (720, 1280) or args.dataset_name == "random-ids"
 
 
 def test_the_table_of_two_servers_has_medians_and_ratios() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shlex
@@ -14,12 +16,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from fenceline.benchmarking.args import BenchArgs, build_parser
-from fenceline.benchmarking.datasets import build_requests
+from fenceline.benchmarking.datasets import build_requests, build_warm_up
 from fenceline.benchmarking.endpoints import BACKENDS, Endpoint, is_sampled, server_url
 from fenceline.benchmarking.load import Conversation
-from fenceline.benchmarking.records import Call, Message, Reply
+from fenceline.benchmarking.records import BenchRequest, Call, Message, Reply
 
 
 class PieceTokenizer:
@@ -70,6 +73,58 @@ def test_the_seed_decides_the_requests(name: str) -> None:
 
     assert build(3) == build(3)
     assert build(3) != build(4)
+
+
+def image_bench(**kwargs: object) -> BenchArgs:
+    sizes: dict[str, object] = {"num_prompts": 3, "random_input_len": 20, "image_count": 2, "image_resolution": "24x40"}
+    return bench(backend="sglang-oai-chat", dataset_name="image", **(sizes | kwargs))
+
+
+def _urls(requests: Sequence[BenchRequest]) -> list[str]:
+    return [url for request in requests for url in request.turns[0].images]
+
+
+def test_each_request_has_images_that_no_other_has() -> None:
+    tokenizer, args = PieceTokenizer(), image_bench(image_format="png")
+    requests = build_requests(args, tokenizer)
+    warm_up = build_warm_up(args, tokenizer, requests)
+    urls = _urls([*requests, *warm_up])
+    assert [len(request.turns[0].images) for request in requests] == [2, 2, 2] and len(warm_up) == 1
+    assert len(set(urls)) == len(urls) == 8 and build_requests(args, tokenizer) == requests
+    image = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/png;base64,"))))
+    assert (image.format, image.height, image.width) == ("PNG", 24, 40) and len(image.getcolors(1000) or ()) > 900
+    assert build_requests(image_bench(seed=2, image_format="png"), tokenizer) != requests
+    blank = _urls(build_requests(image_bench(image_content="blank"), tokenizer))
+    assert len(set(blank)) == 1 and blank[0].startswith("data:image/jpeg;base64,")
+    [message] = Conversation("messages").ask("what", requests[0].turns[0].images)
+    assert isinstance(message, dict)
+    assert message["content"][1:] == [
+        {"type": "image_url", "image_url": {"url": urls[1]}},
+        {"type": "text", "text": "what"},
+    ]
+
+
+def test_requests_share_the_images_of_a_pool_with_the_warm_up() -> None:
+    tokenizer, args = PieceTokenizer(), image_bench(num_prompts=4, image_pool=3)
+    requests = build_requests(args, tokenizer)
+    warm_up = build_warm_up(args, tokenizer, requests)
+    assert len(set(_urls(requests))) == 3 and set(_urls(warm_up)) == set(_urls(requests))
+    texts = [request.turns[0].content for request in (*requests, *warm_up)]
+    assert len(set(map(str, texts))) == len(texts), "only images are known"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"backend": "sglang"}, "take --backend fenceline-oai-chat"),
+        ({"image_resolution": "720"}, "HEIGHTxWIDTH as in 720x1280"),
+        ({"image_resolution": "0x10"}, "HEIGHTxWIDTH"),
+        ({"image_pool": 0}, "--image-pool 0: must be at least 1"),
+    ],
+)
+def test_image_flags_that_cannot_be_used(flags: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        bench(**({"backend": "sglang-oai-chat", "dataset_name": "image"} | flags))
 
 
 def test_range_ratio_bounds_the_lengths() -> None:
