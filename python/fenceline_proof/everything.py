@@ -37,6 +37,7 @@ from fenceline_proof.tiny_model import VOCAB_SIZE
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _ATTENTION = (PERSISTENT, LAUNCHED, *PLANNED, "", "")  # "": torch's operators
+_HOT = 4.0  # the common noise makes drafts agree, also those of several layers
 # What kind of engine a run has: it speculates, plans attention on the host, or keeps keys and values in FP8.
 _DRAFTS, _PLANS, _EIGHT_BITS = "drafts", "plans", "eight bits"
 
@@ -49,7 +50,7 @@ def _request(random: Random, num_prompt: int) -> dict[str, Any]:
 
     options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "", "a", "b")), "stream": wants(0.8)}
     if wants(0.5):
-        options["temperature"] = random.choice((0.6, 1.3, 1.3))
+        options["temperature"] = random.choice((0.6, 1.3, _HOT))
         if wants(0.4):
             options |= {"top_k": random.choice((1, 2, 8)), "top_p": random.choice((0.6, 0.9, 1.0))}
         if wants(0.3):
@@ -127,7 +128,7 @@ def _control(script: Script) -> None:
     if random.random() < 0.2:
         script.send(random.randrange(4, 30), AbortReq(abort_all=True))
     if random.random() < 0.5:
-        script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.5))
+        script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.7))
     if random.random() < 0.75:
         step = random.randrange(20)
         script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.5))
@@ -185,7 +186,7 @@ def _tiers(random: Random) -> Flags:
     return flags
 
 
-def _loads_meet(script: Script, page_size: int) -> Flags:
+def _loads_meet(script: Script, page_size: int, engine: str) -> Flags:
     """An arranged run: two prefixes that are on the host alone are needed at once, one of them twice. That one consists
     of two nodes, because its beginning was a prompt before. With write_back other prompts, which fill the device, go to
     the host one after the other while the first of the two is loading."""
@@ -196,13 +197,17 @@ def _loads_meet(script: Script, page_size: int) -> Flags:
         script.add(5 * turn, prompt + script.prompt(1, 1), 1)
     for prompt in (first, second, first):
         script.add(38, prompt + script.prompt(1, 2), random.randint(1, 3))
+    flags: Flags = {}
+    if engine == _PLANS and random.random() < 0.5:  # or they are computed again, and the host's copies kept
+        flags = {"least_tokens": size + 1}
     return {
+        **flags,
         "max_total_tokens": 14 * page_size, "max_running_requests": 3, "chunked_prefill_size": -1, "hicache_ratio": 2.0,
         "hicache_write_policy": random.choice(("write_through", "write_back", "write_back")),
     }  # fmt: skip
 
 
-def _overtaken(script: Script, page_size: int) -> Flags:
+def _overtaken(script: Script, page_size: int, engine: str) -> Flags:
     """An arranged run: of two twins one is preempted by a request of higher priority. Or both are, because that request
     is large, and it evicts their pages from a small host tier, so that their tails cannot be used. Or one goes for a
     sample of a prompt, and the other one for the second sample, when the prompt is cached."""
@@ -220,6 +225,8 @@ def _overtaken(script: Script, page_size: int) -> Flags:
     for _ in range(num_better):
         body = step + 1 if num_better == 2 else 0
         script.add(step, better, 10 * page_size if large else 12, ignore_eos=True, priority=30, body=body)
+    if random.random() < 0.3:
+        script.abort_when("before a remap", 0)
     return {
         "max_total_tokens": 128 if num_better == 2 else 18 * page_size, "max_running_requests": 3 if large else 2,
         "chunked_prefill_size": -1, "enable_priority_scheduling": True, "schedule_policy": "fcfs",
@@ -228,7 +235,7 @@ def _overtaken(script: Script, page_size: int) -> Flags:
     }  # fmt: skip
 
 
-def _from_storage(script: Script, page_size: int) -> Flags:
+def _from_storage(script: Script, page_size: int, engine: str) -> Flags:
     """An arranged run: prompts come back when device and host are empty, so only storage still has them. While some
     pages are still being written there, the first of them leave the host."""
     random = script.random
@@ -247,7 +254,7 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     if random.random() < 0.5:
         script.when_idle(back + 6, FlushCacheReq(id="of storage", storage=True))
     flags: dict[str, Flag] = {}
-    if random.random() < 0.85:  # or storage often answers too late
+    if random.random() < (0.9 if engine == _DRAFTS else 0.4):  # or storage often answers too late
         flags["hicache_storage_prefetch_policy"] = "wait_complete"
     if random.random() < 0.8:  # or a directory is often too small for what comes back
         flags["hicache_storage_size"] = 1.0
@@ -258,12 +265,12 @@ def _from_storage(script: Script, page_size: int) -> Flags:
     }  # fmt: skip
 
 
-def _paused_twice(script: Script, page_size: int) -> Flags:
+def _paused_twice(script: Script, page_size: int, engine: str) -> Flags:
     """An arranged run: two pauses retract requests of different kinds, half of whose pages are not full; one is aborted
-    then or soon after. The temperature is high: the common noise makes drafts agree, also those of several layers."""
+    then or soon after."""
     random = script.random
     flags: Flags = {}
-    hot = {"temperature": 1.3}
+    hot = {"temperature": _HOT}
     kinds: list[dict[str, Any]] = [hot, {**hot, "repetition_penalty": 1.3, "frequency_penalty": 0.4}]
     constrained = random.random() < 0.7
     if constrained:
@@ -302,7 +309,7 @@ def _paused_twice(script: Script, page_size: int) -> Flags:
     }
 
 
-_Arrangement = Callable[[Script, int], Flags]
+_Arrangement = Callable[[Script, int, str], Flags]  # of a run's script, page size and engine
 _ENGINES = (_DRAFTS, _PLANS, _EIGHT_BITS)
 _ARRANGEMENTS: tuple[_Arrangement | None, ...] = (  # None: requests and flags of all kinds
     None, _from_storage, _paused_twice, None, _loads_meet, _overtaken, None
@@ -327,11 +334,13 @@ def _everything(random: Random, arrangement: _Arrangement | None, engine: str) -
     return replace(scenario, flags=flags, arrivals=arrivals)
 
 
-def _of_engine(random: Random, engine: str) -> Flags:
+def _of_engine(random: Random, engine: str, arrangement: _Arrangement | None) -> Flags:
     if engine == _EIGHT_BITS and random.random() < 0.85:
         return {"kv_cache_dtype": "fp8_e4m3"}
     if engine == _PLANS and random.random() < 0.7:
         return {"attention_backend": random.choice(PLANNED), "disable_overlap_schedule": False}
+    if arrangement is _paused_twice:  # where they agree
+        return several_layers(random)
     return random.choice((trees, several_layers, several_layers, draft_flags))(random)
 
 
@@ -368,15 +377,16 @@ def _product(random: Random, arrangement: _Arrangement | None, engine: str) -> S
     page_size = random.choice((1, 2, 4, 4, 8) if arrangement is None else (2, 4))
     if random.random() < 0.2:
         script.add(random.randrange(20), script.prompt(120, 130), 1)  # larger than the pool
-    of_engine = _of_engine(random, engine)
+    of_engine = _of_engine(random, engine, arrangement)
     if arrangement is not None:  # for events that rarely happen by chance
-        piece = arrangement(script, page_size)
+        piece = arrangement(script, page_size, engine)
         flags: Flags = {**_flags(random, page_size, int(str(piece["max_running_requests"])), tiers=True), **of_engine}
-        return script.scenario(**_fitting({**_with_another_model(random, flags, 0.5), **piece}))
+        share = 0.0 if arrangement is _paused_twice and "draft" in flags else 0.5
+        return script.scenario(**_fitting({**_with_another_model(random, flags, share), **piece}))
     _requests(script)
     _control(script)
     flags = {**_flags(random, page_size, random.randint(2, 4)), **of_engine}
-    if random.random() < 0.6:
+    if random.random() < 0.5:
         # They are the plain model's.
         keep_pause = random.random() < 0.3
         script.new_weights(random.randrange(2, 7), partly=0.6, keep_pause=keep_pause)
@@ -406,9 +416,11 @@ def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
     attention that the engine asks for select no tokens, so that the sparse one comes with drafts."""
     if random.random() >= share:
         return flags
-    model = random.choice(("windows", "sparse", "experts", PICTURES, PICTURES))
+    model = random.choice(("windows", "windows", "sparse", "experts", PICTURES, PICTURES, PICTURES))
     if "draft" not in flags:
         return {**flags, "model": "windows" if model == "sparse" else model}
+    if "speculative_eagle_topk" in flags and model in ("experts", PICTURES):  # the others have no trees
+        return {**flags, "draft": random.choice(("NEAR", "ITSELF")), "model": model}
     others = ("speculative_", "depth_seed")  # the other draft's
     flags = {name: value for name, value in flags.items() if not name.startswith(others)}
     return {**flags, **chains_of_models(random), "model": model}
