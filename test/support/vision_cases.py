@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -16,14 +18,15 @@ from scheduler_driver import Driver, request
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.images.image_input import expand_placeholders
+from fenceline.images.image_input import ImageInput, expand_placeholders
 from fenceline.images.prepare import prepare
+from fenceline.images.video import FrameTimes
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 
-IMAGE, BEGIN, END = 110, 112, 113  # ids: of an image's tokens, and of those around them
+IMAGE, VIDEO, BEGIN, END = 110, 111, 112, 113  # ids: of the tokens of images and videos, and of those around them
 _TEXT = {
     "vocab_size": 120,
     "hidden_size": 48,
@@ -44,7 +47,7 @@ def _qwen2_5_vl() -> transformers.PreTrainedModel:
         text_config=_TEXT | {"rope_parameters": rope},
         vision_config=tower | {"out_hidden_size": 48},
         image_token_id=IMAGE,
-        video_token_id=111,
+        video_token_id=VIDEO,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
     )
@@ -58,7 +61,7 @@ def _qwen3_vl() -> transformers.PreTrainedModel:
         text_config=_TEXT | {"rope_parameters": rope, "head_dim": 16, "tie_word_embeddings": True},
         vision_config=tower | {"out_hidden_size": 48, "deepstack_visual_indexes": [0, 1]},
         image_token_id=IMAGE,
-        video_token_id=111,
+        video_token_id=VIDEO,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
         tie_word_embeddings=True,
@@ -74,6 +77,7 @@ def _qwen3_vl_moe() -> transformers.PreTrainedModel:
         text_config=_TEXT | experts | {"rope_parameters": rope, "head_dim": 16},
         vision_config=tower | {"out_hidden_size": 48, "deepstack_visual_indexes": [1]},
         image_token_id=IMAGE,
+        video_token_id=VIDEO,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
     )
@@ -114,7 +118,7 @@ def save_vision_checkpoint(name: str, directory: Path) -> transformers.PreTraine
             param.normal_(1.0, 0.1)
         else:
             param.normal_(0.0, 0.15 if param.dim() > 1 else 0.3)
-    model.lm_head.weight[IMAGE] = 0.0  # transformers would take such a token of an answer for one of an image
+    model.lm_head.weight[[IMAGE, VIDEO]] = 0.0  # transformers would take such a token of an answer for one of an image
     model.save_pretrained(directory)
     if model.config.model_type == "qwen3_vl_moe":
         _publish_experts(directory / "model.safetensors")
@@ -155,8 +159,22 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.asarray(colours) + random.integers(0, 56, (height, width, 3), dtype=np.uint8))
 
 
-ONE = [BEGIN, IMAGE, END]
-Case = tuple[list[int], list[Image.Image]]  # a prompt, with one IMAGE for each picture
+@dataclasses.dataclass(frozen=True)
+class Film:
+    """A video: frames of one size, ``fps`` in a second."""
+
+    frames: tuple[Image.Image, ...]
+    fps: float = 2.0
+
+
+def film(width: int, height: int, num_frames: int, fps: float = 2.0, seed: int = 0) -> Film:
+    """Frames as different as pictures are."""
+    return Film(tuple(picture(width, height, 100 * seed + number) for number in range(num_frames)), fps)
+
+
+Picture = Image.Image | Film
+ONE, FILM = [BEGIN, IMAGE, END], [BEGIN, VIDEO, END]
+Case = tuple[list[int], list[Picture]]  # a prompt, with one IMAGE for each picture, and one VIDEO for each film
 CASES: list[Case] = [
     ([3, 4, 5, *ONE, 7, 8], [picture(60, 90, 1)]),
     ([*ONE, *ONE, 9], [picture(90, 60, 2), picture(1, 1, 3)]),
@@ -164,6 +182,16 @@ CASES: list[Case] = [
     ([5] * 15 + [*ONE, 6, 7], [picture(140, 140, 5)]),  # a chunk ends at the image's first token
     ([3, 4, 5, *ONE, 7, *ONE, 8, *ONE], [picture(13, 400, 6), picture(200, 30, 7), picture(13, 400, 6)]),
 ]
+
+FILM_CASES: list[Case] = [
+    ([3, *FILM, 5, 6], [film(84, 60, 5, fps=0.5)]),  # whose positions go on for longer than its tokens
+    ([*ONE, 7, *FILM, 8, *FILM], [picture(60, 60, 8), film(60, 84, 2, seed=1), film(30, 30, 1, seed=2)]),
+]
+
+
+def cases_of(name: str) -> list[Case]:
+    """Those that the model of this architecture reads."""
+    return CASES if name.startswith("Gemma3") else CASES + FILM_CASES
 
 
 def vision_driver(
@@ -189,30 +217,39 @@ def vision_driver(
 
 
 def image_request(
-    driver: Driver, rid: str, ids: Sequence[int], pictures: Sequence[Image.Image], **params: object
+    driver: Driver, rid: str, ids: Sequence[int], pictures: Sequence[Picture], **params: object
 ) -> TokenizedGenerateReq:
-    """A request whose prompt ``ids`` has one IMAGE for each of ``pictures``; greedy, 8 tokens."""
+    """A request whose prompt ``ids`` has one IMAGE for each of ``pictures`` and one VIDEO for each film; greedy, 8
+    tokens. Where a model reads times, a token of the prompt stands for each."""
     vision = driver.config.model.vision
     assert vision is not None
-    images = [prepare(each, vision.images) for each in pictures]
-    expanded, placed = expand_placeholders(ids, images, vision.placeholder)
+    images: list[ImageInput] = []
+    ids, films = list(ids), [each for each in pictures if isinstance(each, Film)]
+    for place in reversed([index for index, token in enumerate(ids) if token == VIDEO]):
+        form, one = vision.video, films.pop()
+        assert form is not None
+        frames = [prepare(frame, form.settings, len(one.frames)) for frame in one.frames]
+        groups = form.groups(frames, FrameTimes(one.fps))
+        if form.tokens_per_second:
+            ids[place : place + 1] = [VIDEO] * len(groups)
+        else:
+            ids[place - 1 : place + 2] = [id for number in range(len(groups)) for id in (30 + number, *FILM)]
+        images = groups + images
+    images += [prepare(each, vision.images) for each in pictures if not isinstance(each, Film)]
+    expanded, placed = expand_placeholders(ids, images, vision.placeholders)
     params = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0.0} | params
     return msgspec.structs.replace(request(rid, expanded.tolist(), **params), images=list(placed))
 
 
 def theirs(
-    model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int = 8
+    model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Picture], num_tokens: int = 8
 ) -> list[int]:
     """The tokens that transformers answers with, greedily. ``ids`` are expanded as the request's are. Everything is
     computed again for each token: ``generate`` takes the answer to a prompt that ends with an image for more of it.
     The same question is answered once for each model."""
-    question = (
-        type(model),
-        num_tokens,
-        *ids,
-        *[each.tobytes() for each in pictures],
-        *[each.size for each in pictures],
-    )
+    shown = [(each.fps, each.frames) if isinstance(each, Film) else (0.0, (each,)) for each in pictures]
+    facts = [(fps, *[(frame.tobytes(), frame.size) for frame in frames]) for fps, frames in shown]
+    question = type(model), num_tokens, *ids, *facts
     if question not in _ANSWERS:
         _ANSWERS[question] = _answer(model, ids, pictures, num_tokens)
     return _ANSWERS[question]
@@ -222,14 +259,72 @@ _ANSWERS: dict[tuple[object, ...], list[int]] = {}
 
 
 def _answer(
-    model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Image.Image], num_tokens: int
+    model: transformers.PreTrainedModel, ids: Sequence[int], pictures: Sequence[Picture], num_tokens: int
 ) -> list[int]:
-    inputs = dict(processor_of(model)(list(pictures), return_tensors="pt")) if pictures else {}
+    images = [each for each in pictures if not isinstance(each, Film)]
+    films = [each for each in pictures if isinstance(each, Film)]
+    inputs = dict(processor_of(model)(images, return_tensors="pt")) if images else {}
     inputs.pop("num_crops", None)
+    values, grids = zip(*[film_values(model, each) for each in films], strict=True) if films else ((), ())
+    if films:
+        inputs |= {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.tensor(grids)}
     kinds = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
     tokens = list(ids)
     for _ in range(num_tokens):
         prompt = torch.tensor([tokens])
-        logits = model(input_ids=prompt, use_cache=False, **{kinds: (prompt == IMAGE).int()}, **inputs).logits
+        given = inputs | {kinds: (prompt == IMAGE).int() + 2 * (prompt == VIDEO).int()}
+        if films and model.config.model_type == "qwen2_5_vl":
+            spans = iter(inputs.get("image_grid_thw", torch.empty(0, 3)).tolist()), iter(grids)
+            given["position_ids"] = published_positions(tokens, *spans, [each.fps for each in films])
+        logits = model(input_ids=prompt, use_cache=False, **given).logits
         tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(ids) :]
+
+
+def film_values(model: transformers.PreTrainedModel, one: Film) -> tuple[torch.Tensor, list[int]]:
+    """``pixel_values_videos`` and ``video_grid_thw`` of a film. transformers' own video processors need torchvision, so
+    this is their formula: all frames of one size, pairs of them in a patch, the last one twice if it has none beside
+    it."""
+    processor = processor_of(model)
+    patch, limits = processor.patch_size, (processor.size["shortest_edge"], processor.size["longest_edge"])
+    sides = film_sides(model.config.model_type, one.frames[0].size, len(one.frames), 2 * patch, limits)
+    frames = [frame.resize(sides[::-1], Image.Resampling.BICUBIC) for frame in one.frames]
+    frames += frames[-1:] * (len(frames) % 2)
+    found = [processor(frame, do_resize=False, return_tensors="pt")["pixel_values"] for frame in frames]
+    halves = [each.unflatten(1, (3, 2, -1))[:, :, 0] for each in found]
+    pairs = [torch.stack(halves[index : index + 2], 2).flatten(1) for index in range(0, len(halves), 2)]
+    return torch.cat(pairs), [len(pairs), sides[0] // patch, sides[1] // patch]
+
+
+def film_sides(
+    model_type: str, size: tuple[int, int], num_frames: int, factor: int, limits: tuple[int, int]
+) -> tuple[int, int]:
+    """(height, width) to which transformers resizes the frames of a video that are of ``size`` (width, height)."""
+    if model_type == "qwen2_5_vl":
+        module = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+        return module.smart_resize(size[1], size[0], factor, *limits)  # type: ignore[no-any-return]
+    module = importlib.import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
+    return module.smart_resize(max(num_frames, 2), size[1], size[0], 2, factor, *limits)  # type: ignore[no-any-return]
+
+
+def published_positions(
+    tokens: Sequence[int], images: Iterator[Sequence[int]], videos: Iterator[Sequence[int]], fps: Iterable[float]
+) -> torch.Tensor:
+    """The positions [3, 1, T] of Qwen2.5-VL as it was published: what follows begins behind the largest before it.
+    ``images``, ``videos``: their grids (frames, rows, columns) of patches. transformers 5.3 to 5.23 let the text behind
+    a video begin where the times may still go on (huggingface/transformers#45381), and go on elsewhere in the
+    answer."""
+    parts: list[torch.Tensor] = []
+    rates = iter(fps)
+    for kind, group in groupby(tokens, lambda token: token if token in (IMAGE, VIDEO) else 0):
+        first = int(parts[-1].max()) + 1 if parts else 0
+        if not kind:
+            parts.append((first + torch.arange(len(list(group)))).expand(3, -1))
+            continue
+        times, rows, columns = next(images if kind == IMAGE else videos)
+        step = 4.0 * 2 / next(rates) if kind == VIDEO else 0.0
+        axes = torch.meshgrid(
+            (torch.arange(times) * step).long(), torch.arange(rows // 2), torch.arange(columns // 2), indexing="ij"
+        )
+        parts.append(first + torch.stack(axes).flatten(1))
+    return torch.cat(parts, 1).unsqueeze(1)

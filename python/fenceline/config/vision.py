@@ -12,26 +12,29 @@ from fenceline.config import ConfigError, require
 from fenceline.config.config_reader import ConfigReader
 from fenceline.config.model_files import read_optional, token_text
 from fenceline.images.prepare import ImageSettings
+from fenceline.images.video import VideoForm
 
 _MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """A tower that makes embeddings of ``out_size`` features from the patches of an image, with the names of the
-    published config.json where they differ little: ``depth`` layers of ``num_heads`` heads. ``images``: what it is
-    given. ``placeholder``: the id of the token that stands for one embedding in a prompt. ``written``: what chat
-    templates write for an image, and what the tokenizer gets in its place; None: that itself. A patch is repeated for
-    ``temporal_patch_size`` frames. Layers attend to all patches of an image (``full_layers``), or within windows of
-    ``window`` x ``window`` embeddings. ``style`` says of which kind they are and how the checkpoint names them.
-    ``position_side``: of the square of learned positions, which is stretched over an image; 0: there are none.
-    ``sees_whole``: in the text model the tokens of one image attend to one another, not only to those before them.
-    ``deepstack``: the layers after each of which further embeddings are made. These are added to the hidden
-    states of images' tokens after the text model's first layers, one after the other (DeepStack, arXiv:2406.04334)."""
+    """A tower that makes embeddings of ``out_size`` features from the patches of an image, with the published names of
+    config.json where they differ little: ``depth`` layers of ``num_heads`` heads. ``images``: what it is given.
+    ``placeholder``: the id of the token that stands for one embedding in a prompt. ``written``: what chat templates
+    write for an image, and what the tokenizer gets in its place; None: that itself. ``video``: None for a model
+    that reads none. A patch is of ``temporal_patch_size`` frames, for which that of an image is repeated. Layers
+    attend to all patches of an image (``full_layers``), or within windows of ``window`` x ``window`` embeddings.
+    ``style`` says of which kind they are and how the checkpoint names them. ``position_side``: of the square of
+    learned positions, which is stretched over an image; 0: there are none. ``sees_whole``: in the text model the
+    tokens of one image attend to one another, not only to those before them. ``deepstack``: the layers after each
+    of which further embeddings are made. These are added to the hidden states of images' tokens after the text
+    model's first layers, one after the other (DeepStack, arXiv:2406.04334)."""
 
     images: ImageSettings
     placeholder: int
     written: tuple[str, str] | None = None
+    video: VideoForm | None = None
     depth: int
     hidden_size: int
     intermediate_size: int
@@ -45,6 +48,11 @@ class VisionConfig:
     sees_whole: bool = False
     deepstack: tuple[int, ...] = ()
 
+    @property
+    def placeholders(self) -> tuple[int, int]:
+        """The tokens that stand for embeddings of images and of videos; -1 is none."""
+        return self.placeholder, -1 if self.video is None else self.video.placeholder
+
 
 def qwen2_5_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
     """The tower of Qwen2.5-VL. ``hf`` is the whole config.json."""
@@ -57,7 +65,16 @@ def qwen2_5_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
         f"config.json: window_size {window} must be a multiple of {factor}, the pixels of an embedding",
     )
     full = reader.numbers("fullatt_block_indexes") or (7, 15, 23, 31)
-    return replace(sizes, full_layers=frozenset(full), window=window // factor)
+    tokens_per_second = reader.number("tokens_per_second", 4.0)
+    require(tokens_per_second > 0.0, f"config.json: tokens_per_second must be above 0, got {tokens_per_second}")
+    video = VideoForm(
+        settings=_video_settings(directory, sizes, (128 * 28 * 28, 768 * 28 * 28)),
+        placeholder=ConfigReader(hf).count("video_token_id", default=151_656),
+        written=_VIDEO_PAD,
+        group=_VIDEO_PAD,
+        tokens_per_second=tokens_per_second,
+    )
+    return replace(sizes, full_layers=frozenset(full), window=window // factor, video=video)
 
 
 def qwen3_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
@@ -75,7 +92,14 @@ def qwen3_vl(hf: Mapping[str, object], directory: Path) -> VisionConfig:
         deepstack = (8, 16, 24)
     ascends = list(deepstack) == sorted({layer for layer in deepstack if 0 <= layer < sizes.depth})
     require(ascends, f"config.json: deepstack_visual_indexes {list(deepstack)} must be layers of the tower, ascending")
-    return replace(sizes, style="qwen3_vl", position_side=side, deepstack=deepstack)
+    written = f"<|vision_start|>{_VIDEO_PAD}<|vision_end|>"
+    video = VideoForm(
+        settings=replace(_video_settings(directory, sizes, (128 * 32 * 32, 768 * 32 * 32)), shares_pixels=True),
+        placeholder=ConfigReader(hf).count("video_token_id", default=151_656),
+        written=written,
+        group=f"<{{}} seconds>{written}",
+    )
+    return replace(sizes, style="qwen3_vl", position_side=side, deepstack=deepstack, video=video)
 
 
 def gemma3(hf: Mapping[str, object], directory: Path) -> VisionConfig | None:
@@ -166,12 +190,39 @@ def _inside(values: Mapping[str, object], key: str) -> ConfigReader:
 
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_VIDEO_PAD = "<|video_pad|>"
+
+
+def _video_settings(directory: Path, sizes: VisionConfig, pixels: tuple[int, int]) -> ImageSettings:
+    """How the frames of videos are prepared; ``pixels``: the defaults of their limits. As in transformers, a checkpoint
+    that does not say is one whose videos are prepared as its images are."""
+    stated = read_optional(directory / "processor_config.json").get("video_processor")
+    if not isinstance(stated, dict):
+        stated = read_optional(directory / "video_preprocessor_config.json")
+    found = _checked(stated) if stated else _processor(directory)
+    patch, merge = sizes.images.patch_size, sizes.images.merge_size
+    size = ConfigReader(found).size("temporal_patch_size", sizes.temporal_patch_size)
+    require(
+        size == sizes.temporal_patch_size,
+        f"video_preprocessor_config.json: temporal_patch_size {size} is not config.json's {sizes.temporal_patch_size}",
+    )
+    require(
+        not ConfigReader(found).switch("cap_pixels_per_frame"),
+        "video_preprocessor_config.json: cap_pixels_per_frame true is not supported, false is",
+    )
+    return replace(_settings_of(found, patch, merge, pixels), group_size=size)
 
 
 def _image_settings(directory: Path, patch_size: int, merge_size: int) -> ImageSettings:
-    """How the images of Qwen's models are prepared. Entries that are missing have the defaults of transformers'
-    Qwen2VLImageProcessor. Raises ``ConfigError`` for what is not computed here."""
-    found = _processor(directory)
+    """How the images of Qwen's models are prepared."""
+    return _settings_of(_processor(directory), patch_size, merge_size, (56 * 56, 28 * 28 * 1280))
+
+
+def _settings_of(
+    found: Mapping[str, object], patch_size: int, merge_size: int, pixels: tuple[int, int]
+) -> ImageSettings:
+    """The settings that a processor's file says. Entries that are missing have the defaults of transformers'
+    Qwen2VLImageProcessor, and ``pixels`` for the limits. Raises ``ConfigError`` for what is not computed here."""
     reader = ConfigReader(found)
     for key, wanted in (("patch_size", patch_size), ("merge_size", merge_size)):
         stated = reader.size(key, wanted)
@@ -182,8 +233,8 @@ def _image_settings(directory: Path, patch_size: int, merge_size: int) -> ImageS
     return ImageSettings(
         patch_size=patch_size,
         merge_size=merge_size,
-        min_pixels=reader.size("min_pixels", size.size("shortest_edge", 56 * 56, most=1 << 30), most=1 << 30),
-        max_pixels=reader.size("max_pixels", size.size("longest_edge", 28 * 28 * 1280, most=1 << 30), most=1 << 30),
+        min_pixels=reader.size("min_pixels", size.size("shortest_edge", pixels[0], most=1 << 30), most=1 << 30),
+        max_pixels=reader.size("max_pixels", size.size("longest_edge", pixels[1], most=1 << 30), most=1 << 30),
         resample=reader.count("resample", default=3),
         rescale_factor=reader.number("rescale_factor", 1 / 255),
         mean=mean,
@@ -223,6 +274,10 @@ def _processor(directory: Path) -> Mapping[str, object]:
     inside = read_optional(directory / "processor_config.json").get("image_processor")
     if not found and isinstance(inside, dict):
         found = inside
+    return _checked(found)
+
+
+def _checked(found: Mapping[str, object]) -> Mapping[str, object]:
     for key in ("do_resize", "do_rescale", "do_normalize"):
         stated = ConfigReader(found).switch(key, True)
         require(stated, f"preprocessor_config.json: {key} false is not supported, only true is")

@@ -22,6 +22,7 @@ from fenceline.config.request_limits import (
 from fenceline.frontend.request_types import GenerateInput, ImageSource, RequestError, not_unicode
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.images.image_input import ImageInput
+from fenceline.images.positions import position_delta
 from fenceline.ipc.io_struct import IdArray, SchedulerReady, TokenizedGenerateReq, id_array
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -190,6 +191,20 @@ def check_num_tokens(num_tokens: int, limits: SchedulerReady) -> None:
         )
 
 
+def check_positions(num_tokens: int, images: Sequence[ImageInput], limits: SchedulerReady) -> None:
+    """Raise RequestError for a prompt of so many tokens whose videos take long, so that positions go on for longer than
+    the context is."""
+    num_positions = num_tokens + position_delta(images)
+    if num_positions >= limits.context_length:
+        raise RequestError(
+            400,
+            f"the frames of the prompt's videos are so far apart in time that it has {num_positions} positions, at most"
+            f" {limits.context_length - 1} are possible; give fps or timestamps with less time between frames",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
 def check_num_images(images: Sequence[Sized]) -> None:
     """Raise RequestError for more images than the prompts of one body may have together."""
     total = sum(map(len, images))
@@ -234,14 +249,18 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray
     return made
 
 
-def fit_params(params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady) -> SamplingParams:
-    """``params`` with ``max_new_tokens`` clipped to what context and memory can hold, and without stop tokens outside
-    the vocabulary, which nothing ever matches."""
+def fit_params(
+    params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady, images: Sequence[ImageInput] = ()
+) -> SamplingParams:
+    """``params`` with ``max_new_tokens`` clipped to what context and memory can hold after a prompt with ``images``,
+    and without stop tokens outside the vocabulary, which nothing ever matches."""
     stops = params.stop_token_ids
     if stops and not (min(stops) >= 0 and max(stops) < vocab_size):
         known = tuple(token for token in params.stop_token_ids if 0 <= token < vocab_size)
         params = msgspec.structs.replace(params, stop_token_ids=known)
     room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
+    if images:
+        room = min(room, limits.context_length - prompt_len - position_delta(images))
     if params.max_new_tokens <= room:
         return params
     return msgspec.structs.replace(
@@ -269,7 +288,7 @@ def build_message(
         rid=wire_rid,
         input_ids=ids,
         images=list(images),
-        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
+        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits, images),
         stream=inp.stream,
         return_logprob=inp.return_logprob,
         logprob_start_len=inp.logprob_start_len,

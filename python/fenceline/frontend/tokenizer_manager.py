@@ -363,7 +363,7 @@ class TokenizerManager:
         sources = [image for inp, _ in distinct.values() for image in inp.images]
         decoded = iter(await self._images.prepare(sources, least_tokens, self._table.num_pixel_bytes))
         placed = {
-            key: expand_placeholders(ids, islice(decoded, len(inp.images)), rules.placeholder)
+            key: expand_placeholders(ids, islice(decoded, len(inp.images)), (rules.placeholder, -1))
             if inp.images
             else (ids, ())
             for key, (inp, ids) in distinct.items()

@@ -26,7 +26,10 @@ class ImageSettings:
     An image is resized so that its sides are multiples of ``patch_size * merge_size`` pixels, keeping its proportions,
     with ``min_pixels`` to ``max_pixels`` in all; or to the ``size`` (height, width), if there is one. One embedding
     stands for a square of so many pixels. ``resample`` is Pillow's number of the filter. Values 0 to 255 are multiplied
-    by ``rescale_factor``; then the ``mean`` of their channel is subtracted, and they are divided by its ``std``."""
+    by ``rescale_factor``; then the ``mean`` of their channel is subtracted, and they are divided by its ``std``.
+
+    ``group_size``: how many successive frames of a video have one grid of embeddings; 1 for images. All frames of a
+    video have one size. ``shares_pixels``: they have ``min_pixels`` to ``max_pixels`` together, otherwise each has."""
 
     patch_size: int
     merge_size: int
@@ -37,6 +40,8 @@ class ImageSettings:
     rescale_factor: float = 1 / 255
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    group_size: int = 1
+    shares_pixels: bool = False
 
     @property
     def factor(self) -> int:
@@ -49,41 +54,55 @@ class ImageSettings:
         most = self.max_pixels if self.size is None else self.size[0] * self.size[1]
         return max(most // self.factor**2, 1)
 
-    def with_pixels(self, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageSettings:
-        """These settings with other limits of an image's pixels; None keeps one. ``max_pixels`` can only be lowered.
-        Raises ``ValueError`` if no size is within them."""
-        least = self.min_pixels if min_pixels is None else min_pixels
-        most = self.max_pixels if max_pixels is None else min(max_pixels, self.max_pixels)
+    def with_pixels(
+        self, min_pixels: int | None = None, max_pixels: int | None = None, num_frames: int = 1
+    ) -> ImageSettings:
+        """These settings with other limits of the pixels of an image, or of each frame of a video of ``num_frames``;
+        None keeps one. ``max_pixels`` can only be lowered. Raises ``ValueError`` if no size is within them."""
+        together = num_frames if self.shares_pixels else 1
+        least = self.min_pixels if min_pixels is None else min_pixels * together
+        most = self.max_pixels if max_pixels is None else min(max_pixels * together, self.max_pixels)
         if not self.factor**2 <= most or not 0 < least <= most:
+            of_all = f" of {num_frames} frames together" if together > 1 else ""
             raise ValueError(
-                f"min_pixels {least} and max_pixels {most} are no range of sizes: at least one embedding, of"
+                f"min_pixels {least} and max_pixels {most}{of_all} are no range of sizes: at least one embedding, of"
                 f" {self.factor**2} pixels, must fit, and at most {self.max_pixels} pixels are possible"
             )
         return replace(self, min_pixels=least, max_pixels=most)
 
-    def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) to which an image of this size is resized. Costs nothing, so that limits can be checked
-        before pixels are decoded. Raises ``ValueError`` for proportions that no model reads."""
+    def fitted(self, width: int, height: int, num_frames: int = 1) -> tuple[int, int]:
+        """(height, width) to which an image of this size, or each frame of a video of ``num_frames``, is resized. Costs
+        nothing, so that limits can be checked before pixels are decoded. Raises ``ValueError`` for proportions that no
+        model reads."""
         if self.size is not None:
             return self.size
-        factor, area = self.factor, width * height
+        factor, frames, whole_groups = self.factor, 1, 1
         if max(width, height) > _MOST_RATIO * min(width, height):
             raise ValueError(
                 f"an image of {width}x{height} pixels is more than {_MOST_RATIO} times as long as it is wide: crop it"
             )
+        if self.shares_pixels:
+            frames = max(num_frames, self.group_size)
+            whole_groups = round(frames / self.group_size) * self.group_size
+            grow = max(1.0, factor / height, factor / width)
+            width, height = int(width * grow), int(height * grow)
         sides = [round(height / factor) * factor, round(width / factor) * factor]
-        if sides[0] * sides[1] > self.max_pixels:
-            shrink = math.sqrt(area / self.max_pixels)
+        if whole_groups * sides[0] * sides[1] > self.max_pixels:
+            shrink = math.sqrt(frames * height * width / self.max_pixels)
             sides = [max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)]
-        elif sides[0] * sides[1] < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / area)
+        elif whole_groups * sides[0] * sides[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
             sides = [math.ceil(side * grow / factor) * factor for side in (height, width)]
         return sides[0], sides[1]
 
-    def num_tokens(self, width: int, height: int) -> int:
-        """The number of embeddings of an image of this size. Raises as ``fitted`` does."""
-        fitted = self.fitted(width, height)
-        return fitted[0] * fitted[1] // self.factor**2
+    def num_groups(self, num_frames: int) -> int:
+        """How many groups ``num_frames`` frames are: the last frame is repeated until the last group is whole."""
+        return -(-num_frames // self.group_size)
+
+    def num_tokens(self, width: int, height: int, num_frames: int = 1) -> int:
+        """The number of embeddings of an image of this size, or of a video. Raises as ``fitted`` does."""
+        fitted = self.fitted(width, height, num_frames)
+        return fitted[0] * fitted[1] // self.factor**2 * self.num_groups(num_frames)
 
     def values(self) -> npt.NDArray[np.float32]:
         """What a pixel's value is normalised to, float32 [256, 3 channels]. The same roundings as in transformers: it
@@ -93,10 +112,11 @@ class ImageSettings:
         return np.divide(np.subtract(rescaled[:, None], mean), std, dtype=np.float32)
 
 
-def prepare(image: Image, settings: ImageSettings) -> ImageInput:
-    """``image``, decoded here at the latest, as the model with ``settings`` gets it. Raises ``ValueError`` for
-    proportions that no model reads, and whatever Pillow raises for bytes that are no image."""
-    height, width = settings.fitted(*image.size)
+def prepare(image: Image, settings: ImageSettings, num_frames: int = 1) -> ImageInput:
+    """``image``, decoded here at the latest, as the model with ``settings`` gets it; or one of ``num_frames`` frames of
+    a video. Raises ``ValueError`` for proportions that no model reads, and whatever Pillow raises for bytes that are no
+    image."""
+    height, width = settings.fitted(*image.size, num_frames)
     pixels = np.asarray(image.convert("RGB").resize((width, height), resample=settings.resample)).tobytes()
     factor = settings.factor
     facts = settings.patch_size, factor, settings.rescale_factor, settings.mean, settings.std, height, width

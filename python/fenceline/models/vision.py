@@ -1,7 +1,8 @@
 """VisionTower: makes embeddings of images, which a prompt has in place of the embeddings of its placeholder tokens.
 
 A tower reads several images at a time, whose patches lie one behind the other (:mod:`fenceline.models.patch_order`).
-No patch attends to one of another image. Every rank has the whole tower.
+The few frames of a video of which it makes one grid of embeddings are an image. No patch attends to one of another
+image. Every rank has the whole tower.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedImages:
-    """What a tower reads, on the device: ``pixels`` [height, width, 3] uint8 of each image, and their patches, see
-    ``PackedPatches``."""
+    """What a tower reads, on the device: ``pixels`` [frames, height, width, 3] uint8 of each image, one frame or as
+    many as the tower reads together, and their patches, see ``PackedPatches``."""
 
     pixels: Sequence[torch.Tensor]
     patches: torch.Tensor
@@ -257,7 +258,7 @@ class VisionTower:
         ``PatchOrder.embeddings``. On the current stream."""
         config, start, squares = self.config, 0, []
         for pixels in packed.pixels:
-            end = start + pixels.shape[0] * pixels.shape[1] // config.images.patch_size**2
+            end = start + pixels.shape[1] * pixels.shape[2] // config.images.patch_size**2
             squares.append(self._in_patches(pixels, packed.patches[start:end]))
             start = end
         x = F.linear(torch.cat(squares), self.patch_embed, self.patch_bias)
@@ -276,12 +277,12 @@ class VisionTower:
         return torch.cat((merged, *results), 1) if results else merged
 
     def _in_patches(self, pixels: torch.Tensor, patches: torch.Tensor) -> torch.Tensor:
-        """Normalised ``patches`` [P, features] of one image, each repeated for every frame that the tower reads."""
+        """Normalised ``patches`` [P, features] of one image, a single frame repeated for each that the tower reads."""
         side, frames = self.config.images.patch_size, self.config.temporal_patch_size
-        height, width, _ = pixels.shape
+        num_given, height, width, _ = pixels.shape
         values = self._values[pixels.long(), self._channels].to(self._dtype)
-        squares = values.view(height // side, side, width // side, side, 3).permute(0, 2, 4, 1, 3)
-        squares = squares.reshape(-1, 3, 1, side * side).index_select(0, patches)
+        squares = values.view(num_given, height // side, side, width // side, side, 3).permute(1, 3, 5, 0, 2, 4)
+        squares = squares.reshape(-1, 3, num_given, side * side).index_select(0, patches)
         return squares.expand(-1, -1, frames, -1).reshape(len(patches), self._patch_features)
 
     def _stretched(self, table: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

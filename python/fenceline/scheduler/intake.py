@@ -10,6 +10,7 @@ import numpy as np
 from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.matcher import GrammarStore
 from fenceline.images.image_input import misplaced
+from fenceline.images.positions import position_delta
 from fenceline.ipc.io_struct import TokenizedGenerateReq, id_array
 from fenceline.mem_cache.image_keys import ImageKeys
 from fenceline.scheduler.req import LogprobLog, Req, Samples, emit_interval
@@ -46,7 +47,7 @@ class Intake:
             images=samples.images,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_new_tokens=min(params.max_new_tokens, self._capacity - len(prompt_ids)),
+            max_new_tokens=min(params.max_new_tokens, self._room(samples)),
             emit_interval=emit_interval(message, config.server_args.stream_interval),
             samples=samples if message.body else None,
             rank=0 if config.priority is None else config.priority.rank(message.priority),
@@ -63,6 +64,11 @@ class Intake:
         req.output_log = LogprobLog() if message.return_logprob else None
         return req, ""
 
+    def _room(self, samples: Samples) -> int:
+        """How many tokens an answer may have: as many as there is memory for, and positions."""
+        num = len(samples.prompt_ids)
+        return min(self._capacity - num, self._config.model.context_length - num - position_delta(samples.images))
+
     def _refused_images(self, req: Req) -> str:
         """Why the images of ``req`` cannot be computed; empty if they can."""
         vision = self._config.model.vision
@@ -73,7 +79,8 @@ class Intake:
         most = self._config.num_embedding_rows
         if any(image.num_tokens > most for image in req.images):
             return f"an image has more than the {most} embeddings for which there is memory: lower max_pixels"
-        return misplaced(req.prompt_ids, req.images, vision.placeholder, vision.images.factor)
+        factor, num_frames = vision.images.factor, vision.temporal_patch_size
+        return misplaced(req.prompt_ids, req.images, vision.placeholders, factor, num_frames)
 
     def _with_bias(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
         """``message`` with the logit_bias that samples of one prompt share. Without a prompt if that was lost."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
+from vision_cases import film_sides
 
 from fenceline.images.image_input import ImageInput, expand_placeholders
 from fenceline.images.prepare import ImageSettings, prepare
@@ -27,6 +30,16 @@ GEMMA = ImageSettings(
     mean=(0.5,) * 3,
     std=(0.5,) * 3,
 )
+QWEN3_VIDEO = ImageSettings(
+    patch_size=16,
+    merge_size=2,
+    min_pixels=4096,
+    max_pixels=25_165_824,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    group_size=2,
+    shares_pixels=True,
+)
 SIZES = [(1, 1), (37, 91), (28, 28), (640, 480), (13, 2600), (2600, 13), (1500, 1401), (84, 70)]
 
 
@@ -37,7 +50,7 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.
 
 def normalised(image: ImageInput, settings: ImageSettings) -> np.ndarray:
     """Channels first."""
-    pixels = image.array()
+    (pixels,) = image.array()
     return np.stack([settings.values()[pixels[..., c], c] for c in range(3)])
 
 
@@ -82,6 +95,26 @@ def test_proportions_that_no_model_reads_are_refused() -> None:
         prepare(picture(1, 201), QWEN)
 
 
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 5, 8, 64])
+def test_frames_have_the_size_of_transformers(num_frames: int) -> None:
+    """Whose limits are each frame's in Qwen2.5-VL, and all frames' together in Qwen3-VL."""
+    sizes = [*SIZES, (1280, 720), (31, 31), (16, 900), (4000, 3000)]
+    for model_type, settings in (("qwen2_5_vl", replace(QWEN, group_size=2)), ("qwen3_vl", QWEN3_VIDEO)):
+        limits = settings.min_pixels, settings.max_pixels
+        for size in sizes:
+            found = settings.fitted(*size, num_frames)
+            assert found == film_sides(model_type, size, num_frames, settings.factor, limits), (model_type, size)
+            area = found[0] * found[1] // settings.factor**2
+            assert settings.num_tokens(*size, num_frames) == area * ((num_frames + 1) // 2)
+
+
+def test_limits_of_frames_are_those_of_each() -> None:
+    narrow = QWEN3_VIDEO.with_pixels(None, 64 * 1024, 8)
+    assert narrow.fitted(1000, 1000, 8) == (256, 256)
+    with pytest.raises(ValueError, match="of 8 frames together are no range"):
+        QWEN3_VIDEO.with_pixels(10**7, None, 8)
+
+
 @pytest.mark.parametrize("limits", [{"max_pixels": 783}, {"min_pixels": 0}, {"min_pixels": 10**9}])
 def test_limits_without_a_size_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="no range of sizes"):
@@ -90,8 +123,8 @@ def test_limits_without_a_size_are_refused(limits: dict[str, int]) -> None:
 
 def test_each_image_takes_the_place_of_one_placeholder() -> None:
     images = [prepare(picture(56, 56, seed=1), QWEN), prepare(picture(84, 56, seed=2), QWEN)]
-    ids, placed = expand_placeholders([5, 9, 6, 9], images, 9)
+    ids, placed = expand_placeholders([5, 9, 6, 9], images, (9, 8))
     assert ids.tolist() == [5, 9, 9, 9, 9, 6, 9, 9, 9, 9, 9, 9]
     assert [(image.offset, image.end) for image in placed] == [(1, 5), (6, 12)]
-    with pytest.raises(ValueError, match="1 image placeholders and the request 2 images"):
-        expand_placeholders([5, 9], images, 9)
+    with pytest.raises(ValueError, match="1 placeholders of images and 0 of videos' frames, the request 2 images"):
+        expand_placeholders([5, 9], images, (9, 8))

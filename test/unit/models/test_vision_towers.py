@@ -13,11 +13,12 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from vision_cases import VISION_MODELS, picture, processor_of, save_vision_checkpoint
+from vision_cases import VISION_MODELS, film, film_values, picture, processor_of, save_vision_checkpoint
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.images.image_input import ImageInput
 from fenceline.images.prepare import prepare
+from fenceline.images.video import FrameTimes
 from fenceline.layers.context import Shard, torch_context
 from fenceline.mem_cache.kv_pool import EmbeddingPool
 from fenceline.model_executor.image_encoder import ImageEncoder
@@ -79,6 +80,27 @@ def test_embeddings_are_those_of_transformers(
         ours = encode(tower, [prepare(picture(width, height, index), tower.config.images)])
         assert expected.shape == ours.shape and expected.abs().max() > 0.1
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in VISION_MODELS if name.startswith("Qwen")])
+@torch.inference_mode()
+def test_embeddings_of_frames_are_those_of_transformers(
+    saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], name: str
+) -> None:
+    directory, reference = saved(name)
+    tower = tower_of(directory)
+    form = tower.config.video
+    assert form is not None
+    for width, height, num_frames in ((1, 1, 1), (200, 131, 5), (13, 400, 2), (640, 480, 4)):
+        one = film(width, height, num_frames)
+        values, grid = film_values(reference, one)
+        found = reference.model.get_video_features(values, torch.tensor([grid]))
+        further = [
+            level[0] if isinstance(level, tuple) else level for level in getattr(found, "deepstack_features", ())
+        ]
+        expected = torch.cat((found.pooler_output[0], *further), 1)
+        frames = [prepare(frame, form.settings, num_frames) for frame in one.frames]
+        torch.testing.assert_close(encode(tower, form.groups(frames, FrameTimes())), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)

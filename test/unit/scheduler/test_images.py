@@ -15,10 +15,15 @@ from scheduler_driver import Driver, make_driver
 from vision_cases import (
     BEGIN,
     CASES,
+    FILM,
     IMAGE,
     ONE,
     VISION_MODELS,
     Case,
+    Film,
+    Picture,
+    cases_of,
+    film,
     image_request,
     picture,
     save_vision_checkpoint,
@@ -77,7 +82,7 @@ def test_answers_are_those_of_transformers(
     directory, reference = saved(name)
     if chunk == 7 and name.startswith("Gemma3"):
         chunk = 33  # an image is computed as a whole
-    check(vision_driver(directory, page_size=page_size, chunked_prefill_size=chunk), reference)
+    check(vision_driver(directory, page_size=page_size, chunked_prefill_size=chunk), reference, cases_of(name))
 
 
 def test_an_answer_depends_on_the_image(qwen: Saved) -> None:
@@ -122,6 +127,38 @@ def test_a_prefix_may_end_within_an_image(saved: Callable[[str], Saved], name: s
     assert last is not None and 4 < last.cached_tokens < len(sent.input_ids)
 
 
+@pytest.mark.parametrize("name", ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def test_the_prefix_of_the_same_frames_is_found(saved: Callable[[str], Saved], name: str) -> None:
+    """A longer video begins as the shorter one does, unless its frames are at other times; frames are no images."""
+    directory, reference = saved(name)
+    driver, frames = vision_driver(directory, page_size=1), film(90, 90, 6).frames
+    found: dict[str, int] = {}
+    for rid, one in {
+        "first": Film(frames[:4]),
+        "longer": Film(frames),
+        "slower": Film(frames[:4], fps=1.0),
+        "odd": Film(frames[:3]),
+    }.items():
+        case: Case = ([3, 4, *FILM, 5], [one])
+        sent = image_request(driver, rid, *case)
+        driver.send(sent)
+        driver.run()
+        compare(driver, reference, [sent], [case])
+        last = driver.answers[rid].last
+        assert last is not None
+        found[rid] = last.cached_tokens
+    size = sent.images[0].num_tokens
+    if "2_5" in name:
+        assert found == {"first": 0, "longer": 3 + 2 * size, "slower": 3 + size, "odd": 3 + size}
+    else:  # whose times are text, which stays the same here
+        assert found == {"first": 0, "longer": 2 + 2 * (size + 3), "slower": 2 * (size + 3) + 2, "odd": size + 7}
+    num_computed = driver.scheduler.memory.images.num_computed
+    image = image_request(driver, "image", [3, 4, *ONE, 5], [frames[0]])
+    driver.send(image)
+    driver.run()
+    assert driver.scheduler.memory.images.num_computed == num_computed + 1
+
+
 def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None:
     driver = vision_driver(qwen[0], page_size=1)
     near = picture(90, 90, 1)
@@ -139,9 +176,10 @@ def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_retracted_prompts_and_answers_go_on(saved: Callable[[str], Saved], name: str) -> None:
     directory, reference = saved(name)
+    cases = cases_of(name)
     for steps in (1, 2, 4, 7, 9):
         driver = vision_driver(directory)
-        sent = [image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)]
+        sent = [image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)]
         driver.send(*sent)
         for _ in range(steps):
             driver.step()
@@ -149,7 +187,7 @@ def test_retracted_prompts_and_answers_go_on(saved: Callable[[str], Saved], name
         driver.step()
         driver.send(ContinueGenerationReq(id="c"))
         driver.run()
-        compare(driver, reference, sent, CASES)
+        compare(driver, reference, sent, cases)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
@@ -157,7 +195,7 @@ def test_a_small_pool_computes_embeddings_again(saved: Callable[[str], Saved], n
     """It has room for the largest image alone, so most steps read one image, and rows go from one to the other."""
     directory, reference = saved(name)
     driver = vision_driver(directory, num_embedding_rows=30)
-    check(driver, reference, CASES * 2)
+    check(driver, reference, cases_of(name) * 2)
     images = driver.scheduler.memory.images
     assert images.num_computed > 6
     assert images.rows.num_leased <= 30
@@ -212,7 +250,7 @@ def test_images_beside_a_draft(saved: Callable[[str], Saved], name: str, tmp_pat
         speculative_draft_model_path=str(tmp_path),
         speculative_num_steps=3,
     )
-    check(driver, reference)
+    check(driver, reference, cases_of(name))
 
 
 # No trees where windows are shorter than they may be.
@@ -229,29 +267,29 @@ def test_images_beside_a_draft_that_reads_hidden_states(
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
     draft |= {"speculative_num_steps": 3, "speculative_eagle_topk": topk}
-    found = []
+    found, cases = [], cases_of(name)
     for flags in ({}, draft):
         driver = vision_driver(saved(name)[0], load_format="dummy", **flags)
-        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
+        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)])
         driver.run()
-        found.append([driver.answers[f"r{i}"].output_ids for i in range(len(CASES))])
+        found.append([driver.answers[f"r{i}"].output_ids for i in range(len(cases))])
     assert found[0] == found[1] and len(set(map(tuple, found[0]))) > 2
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_ranks_give_the_same_answers(saved: Callable[[str], Saved], name: str) -> None:
     directory, reference = saved(name)
-    ranks = Ranks(2)
+    ranks, cases = Ranks(2), cases_of(name)
     ranks.most_fused_rows = 4
 
     def run(rank: int) -> Driver:
         driver = vision_driver(directory, ranks.devices[rank], shard=ranks.shards[rank])
-        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
+        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)])
         driver.run()
         return driver
 
     for driver in ranks.run(run):
-        compare(driver, reference, [image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)], CASES)
+        compare(driver, reference, [image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)], cases)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
@@ -289,11 +327,12 @@ def test_the_warm_up_changes_no_answer(qwen: Saved) -> None:
 def test_prefixes_come_back_from_the_host(saved: Callable[[str], Saved], name: str) -> None:
     directory, reference = saved(name)
     driver = vision_driver(directory, max_total_tokens=128, enable_hierarchical_cache=True, hicache_ratio=4.0)
+    cases = cases_of(name)
     for turn in range(2):
-        sent = [image_request(driver, f"{turn}.{i}", *case) for i, case in enumerate(CASES)]
+        sent = [image_request(driver, f"{turn}.{i}", *case) for i, case in enumerate(cases)]
         driver.send(*sent)
         driver.run()
-        compare(driver, reference, sent, CASES)
+        compare(driver, reference, sent, cases)
     assert driver.scheduler.memory.cached_tokens["host"] > 0
 
 
@@ -302,14 +341,17 @@ def test_answers_do_not_depend_on_caches(qwen: Saved) -> None:
     random = Random(3)
     pool = [picture(60, 60, 1), picture(60, 60, 1), picture(60, 60, 2), picture(30, 80, 3)]
     pool[1].putpixel((3, 3), (0, 0, 0))
+    films = [film(60, 60, 4, fps=1.0), film(60, 60, 4, fps=0.5), film(60, 60, 3, fps=1.0), Film((pool[0], pool[1]))]
     asked: list[Case] = []
     for _ in range(12):
         if asked and random.random() < 0.6:
             ids, pictures = random.choice(asked)
         else:
             ids, pictures = [2, 3], []
-        new = [random.choice(pool) for _ in range(random.randint(0, 2))]
-        ids = [*ids, *[token for _ in new for token in ONE], *[random.randint(4, 6) for _ in range(3)]]
+        new: list[Picture] = [random.choice(pool) for _ in range(random.randint(0, 2))]
+        new += random.sample(films, random.randint(0, 1))
+        shown = [token for one in new for token in (FILM if isinstance(one, Film) else ONE)]
+        ids = [*ids, *shown, *[random.randint(4, 6) for _ in range(3)]]
         asked.append((ids, [*pictures, *new]))
     answers = []
     for flags in ({"page_size": 1}, {"disable_radix_cache": True, "max_running_requests": 1}):
@@ -318,6 +360,19 @@ def test_answers_do_not_depend_on_caches(qwen: Saved) -> None:
         driver.run()
         answers.append([driver.answers[f"r{i}"].output_ids for i in range(len(asked))])
     assert answers[0] == answers[1]
+
+
+def test_positions_of_videos_end_with_the_context(qwen: Saved) -> None:
+    """There are no angles for positions behind it, which a video of few frames may reach that are far apart."""
+    driver, ids = vision_driver(qwen[0], max_total_tokens=2048), [*FILM, 5]
+    ends = {"far": (4 * 2 / 1.0, 8), "near": (504.0, 4), "over": (1000.0, 0)}  # positions of the last frames
+    for rid, (moment, _) in ends.items():
+        driver.send(image_request(driver, rid, ids, [film(60, 60, 4, fps=4 * 2 / moment)]))
+    driver.run()
+    for rid, (_, num_tokens) in ends.items():
+        assert len(driver.answers[rid].output_ids) == num_tokens, rid
+    finish = driver.answers["over"].finish
+    assert finish is not None and finish.status_code == 400
 
 
 def test_images_without_a_place_are_refused(qwen: Saved) -> None:
@@ -330,6 +385,8 @@ def test_images_without_a_place_are_refused(qwen: Saved) -> None:
         "outside": ([msgspec.structs.replace(image, offset=100)], "no place in the prompt"),
         "twice": ([image, image], "image 1 has no place"),
         "pixels": ([msgspec.structs.replace(image, pixels=image.pixels[:-1])], "not prepared for this model"),
+        "frames": ([msgspec.structs.replace(image, num_frames=1)], "not prepared for this model"),
+        "continues": ([msgspec.structs.replace(image, continues=True)], "does not follow the frames before it"),
     }
     for rid, (images, _) in wrong.items():
         driver.send(msgspec.structs.replace(good, rid=rid, images=images))
