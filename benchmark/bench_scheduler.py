@@ -81,6 +81,7 @@ class NullWorker:
         self.pages = LeasePool("KV pages", num_pages + 1)
         self.max_step_tokens = 1
         self.step_costs = None
+        self.states = None
         self.req_pool = ReqPool(num_rows + 1, 1, torch.device("cpu"))
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.graph_stats = None

@@ -115,6 +115,7 @@ def make_driver(
     num_rows: int = 8,
     context_length: int = 256,
     max_step_tokens: int = 1,
+    num_snapshots: int | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over a TokenWorker; ``flags`` are ServerArgs fields."""
@@ -134,7 +135,7 @@ def make_driver(
             config.model, context_length=context_length, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)
         ),
     )
-    return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length, max_step_tokens))
+    return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length, max_step_tokens, num_snapshots))
 
 
 def make_model_driver(

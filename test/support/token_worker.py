@@ -117,14 +117,31 @@ class AuditedPool(LeasePool):
         self._touched[done.stream][ids] = done.serial
 
 
+class TokenStates:
+    """Replaces a StatePool: the state of a slot is the list of tokens that it has absorbed."""
+
+    grid = 8
+
+    def __init__(self, num_rows: int, num_snapshots: int) -> None:
+        self.snapshots = LeasePool("state snapshots", num_rows + num_snapshots, reserved=num_rows)
+        self.carried: list[list[int]] = [[_REJECTED] for _ in range(self.snapshots.size)]
+
+
 class TokenWorker:
     """Replaces a ModelRunner (see the module's docstring)."""
 
     def __init__(
-        self, num_pages: int, page_size: int, num_rows: int, context_length: int, max_step_tokens: int = 1
+        self,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        context_length: int,
+        max_step_tokens: int = 1,
+        num_snapshots: int | None = None,
     ) -> None:
         """``max_step_tokens``: a decode step yields up to this many tokens for each request, depending on its history,
-        as if drafts had been accepted. The slots after these have rejected drafts, which must not be read."""
+        as if drafts had been accepted. The slots after these have rejected drafts, which must not be read.
+        ``num_snapshots``: of the states of a recurrent layer; None: there is no such layer."""
         self.device = open_device("cpu")
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
@@ -135,6 +152,7 @@ class TokenWorker:
         self.req_pool = ReqPool(num_rows + 1, -(-context_length // page_size) + 1, torch.device("cpu"))
         self.req_pool.rows = AuditedPool("request rows", num_rows + 1)
         self._page_table = np.zeros(self.req_pool.page_table.shape, dtype=np.int32)  # as of what is submitted
+        self.states = None if num_snapshots is None else TokenStates(num_rows + 1, num_snapshots)
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.graph_stats = None
         self.prefill_graph_stats = None
@@ -155,7 +173,13 @@ class TokenWorker:
 
     def launch(self, batch: StepBatch) -> TokenResult:
         self.num_steps += 1
-        run = lambda: self._decode(batch) if batch.is_decode else self._extend(batch)  # noqa: E731
+
+        def run() -> StepOutput:
+            self._copy_states(batch.state_copies.before)
+            output = self._decode(batch) if batch.is_decode else self._extend(batch)
+            self._copy_states(batch.state_copies.after)
+            return output
+
         lens = dict(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True))
         loads = [point for ticket in batch.loads for point in ticket.points]
         result = TokenResult(self, run, self.forward.record(), (*batch.after, *loads))
@@ -171,6 +195,9 @@ class TokenWorker:
         self._page_table[writes.rows, writes.columns] = writes.pages
         used = [self._page_table[row, : -(-length // self.page_size)] for row, length in lens.items()]
         self.pages.submitted(np.concatenate(used), done, batch.after)
+        for _, slot in (*batch.state_copies.before, *batch.state_copies.after):
+            assert self.states is not None
+            assert slot in lens or self.states.snapshots.are_leased(np.array([slot])).all(), f"nobody has state {slot}"
         self.req_pool.rows.submitted(np.array(list(lens)), done, batch.after)
 
     def run_until(self, result: TokenResult) -> None:
@@ -209,6 +236,24 @@ class TokenWorker:
     def _history(self, row: int, length: int) -> list[int]:
         return [int(self.slots[self._slot(row, p)]) for p in range(length)]
 
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, slot in copies:
+            assert self.states is not None
+            self.states.carried[slot] = self.states.carried[source]
+
+    def _absorb(self, row: int, start: int, length: int) -> list[int]:
+        """The history of ``row`` after a step that brings it from ``start`` to ``length`` tokens: its pages', and with
+        a recurrent layer the tokens that its state has absorbed before those of the block that was open."""
+        history = self._history(row, length)
+        if self.states is not None:
+            grid = self.states.grid
+            absorbed = start // grid * grid
+            if absorbed:
+                history[:absorbed] = self.states.carried[row]
+                assert len(history) == length, f"row {row}: its state is not that after {absorbed} tokens"
+            self.states.carried[row] = history[: length // grid * grid]
+        return history
+
     def _extend(self, batch: StepBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
         for encode in batch.encodes:
@@ -223,8 +268,9 @@ class TokenWorker:
             if chunk.image_rows is not None:
                 self.slots[slots] = np.where(chunk.image_rows, self.embeddings[chunk.image_rows], chunk.token_ids)
             self._lens[row] = length
+            history = self._absorb(row, start, length)
             if samples:
-                token = next_token(self._history(row, length), next(samplings).seed)
+                token = next_token(history, next(samplings).seed)
                 self.req_pool.last_tokens[row] = token
                 tokens.append(token)
             scored += [float(start + offset + 1) for offset in chunk.scored]
@@ -264,10 +310,12 @@ class TokenWorker:
         for position in range(first, min(first + wanted, end)):
             self.slots[self._slot(row, position)] = token
             history.append(token)
+            if self.states is not None:
+                history = self._absorb(row, position, position + 1)
             token = next_token(history, sampling.seed)
             accepted.append(token)
         self._lens[row] = first + len(accepted)
-        assert self._history(row, self._lens[row]) == history
+        assert self.states is not None or self._history(row, self._lens[row]) == history
         for position in range(self._lens[row], end):  # drafts that were not accepted
             self.slots[self._slot(row, position)] = _REJECTED
         self.req_pool.last_tokens[row] = token

@@ -32,6 +32,7 @@ class StatePool:
 
     def __init__(self, num_rows: int, num_snapshots: int, specs: Sequence[StateSpec], device: torch.device) -> None:
         num_slots = num_rows + num_snapshots
+        self.grid = GRID
         self.num_rows = num_rows
         self.snapshots = LeasePool("state snapshots", num_slots, reserved=num_rows)
         self.carried = zeros((num_slots, carried_nbytes(specs)), torch.uint8, device)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.config.state_layout import GRID
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardBatch, ForwardMode, GraphDecodeInputs
 from fenceline.layers.recurrent_state import StateRows, StateStep
 from fenceline.mem_cache.page_tags import Visited, When
@@ -308,17 +307,18 @@ class DecodeRunner(GraphRunner):
         return logits
 
     def _state_step(self, size: int) -> StateStep | None:
-        if self._states is None:
+        pool = self._states
+        if pool is None:
             return None
         starts = self._positions[:size]
         rows = StateRows(
             starts=starts,
-            absorbed=starts // GRID * GRID,
+            absorbed=starts // pool.grid * pool.grid,
             query_starts=self._query_starts[: size + 1],
             query_lens_cpu=np.ones(size, np.int64),
             slots=self._rows[:size],
         )
-        return StateStep(rows, self._states.layers)
+        return StateStep(rows, pool.layers)
 
     def _draw(self, size: int, logits: torch.Tensor) -> None:
         """Draw next tokens, considering temperatures only, store them as the rows' last tokens, and count the step.

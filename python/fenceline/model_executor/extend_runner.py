@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.config.state_layout import GRID
 from fenceline.layers.attention.base import plan_extend
 from fenceline.layers.forward_batch import SINK_ROW, AttentionInputs, ForwardBatch, ForwardMode, ImageRows
 from fenceline.layers.recurrent_state import StateRows, StateStep
@@ -140,16 +139,17 @@ class ExtendRunner:
         return ImageRows(views["image_rows"], self._encoder.pool.rows)
 
     def _state_step(self, batch: StepBatch, views: Views) -> StateStep | None:
-        if self._parts.states is None:
+        pool = self._parts.states
+        if pool is None:
             return None
         rows = StateRows(
             starts=views["starts"],
-            absorbed=views["starts"] // GRID * GRID,
+            absorbed=views["starts"] // pool.grid * pool.grid,
             query_starts=views["query_starts"],
             query_lens_cpu=batch.seq_lens - batch.starts,
             slots=views["rows"],
         )
-        return StateStep(rows, self._parts.states.layers)
+        return StateStep(rows, pool.layers)
 
     def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:
         """``--memory-check full``: compare the tags of the pages of the step's requests."""

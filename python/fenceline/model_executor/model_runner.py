@@ -8,7 +8,7 @@ before it sampled without the host having seen it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,6 +79,7 @@ class ModelRunner:
         parts = build_parts(config, device, shard, show_progress)
         self.model, self.draft, self.sampler = parts.model, parts.draft, parts.sampler
         self.req_pool, self.kv_pool, self.pages = parts.req_pool, parts.kv_pool, parts.pages
+        self.states = parts.states
         self.max_step_tokens = parts.largest.num_tokens
         self.parts = parts
         self._inputs = InputRing(device)
@@ -155,6 +156,8 @@ class ModelRunner:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the long-lived allocations by name."""
         sizes = {"weights": self.model.nbytes, "kv_cache": self.kv_pool.nbytes}
+        if self.states is not None:
+            sizes["states"] = self.states.nbytes
         if self.hicache is not None:
             sizes["host_kv_cache"] = self.hicache.host_pool.nbytes
         return sizes
@@ -242,7 +245,9 @@ class ModelRunner:
                 self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
             if self.parts.page_tags is not None:
                 self.parts.page_tags.begin_step(views)
+            self._copy_states(batch.state_copies.before)
             logits = way.runner.forward(batch, views)
+            self._copy_states(batch.state_copies.after)
             result: ForwardResult | HeldStep
             if len(batch.constrained):
                 masks = self.parts.masks
@@ -253,6 +258,11 @@ class ModelRunner:
         if way.forward_alone is not None:
             way.forward_alone.after_persistent_forward(result.done)
         return result
+
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, slot in copies:
+            assert self.states is not None, "only a model with recurrent layers has states"
+            self.states.copy(source, slot)
 
     def _upload(self, arrays: Arrays, writes: PageWrites) -> Views:
         """Upload the inputs of a step in one copy and return their views on the device. Empty for a decode step that

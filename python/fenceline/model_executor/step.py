@@ -20,6 +20,7 @@ from fenceline.images.image_input import ImageInput
 from fenceline.mem_cache.hicache import Transfers
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.page_tags import PageFinding
+from fenceline.mem_cache.state_pool import StatePool
 from fenceline.mem_cache.storage.controller import Ack, Storage
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, LeasePool, Point, Points, ResultLease
@@ -99,6 +100,15 @@ class Encode:
     rows: I64
 
 
+class StateCopies(NamedTuple):
+    """Copies of recurrent states (source, slot) of a model that has them: ``before`` the layers of a step, in this
+    order, prefixes' states to the rows of requests that begin with them and those of rows that nobody has any more to
+    snapshots; and snapshots of its rows ``after`` the layers."""
+
+    before: tuple[tuple[int, int], ...] = ()
+    after: tuple[tuple[int, int], ...] = ()
+
+
 class DepthChoice(NamedTuple):
     """The draft depth of a decode step: how many tokens the draft proposes one after the other. ``why``: "fixed" if the
     engine has one depth; "best" if it is now better than the previous choice; "kept" if no depth is better by enough;
@@ -152,7 +162,7 @@ class StepBatch:
     ``sampling``: the parameters of the rows that sample. ``constrained``: the indices, among these, of those that
     sample under a mask. ``after``: Points of the memory that the step touches for the first time. ``loads``: transfers
     that bring pages that it reads, submitted but not waited for by any earlier step. ``encodes``: the images whose
-    embeddings it computes first.
+    embeddings it computes first. ``state_copies``: of recurrent states.
 
     Of steps without chunks: ``composition`` names the set and order of requests. While it stays the same, rows, lengths
     and sampling parameters advance on the device and are not uploaded. ``num_advanced``: by how much every length has
@@ -174,6 +184,7 @@ class StepBatch:
     constrained: I64 = field(default_factory=lambda: _NO_IDS)
     loads: tuple[Ticket, ...] = ()
     encodes: tuple[Encode, ...] = ()
+    state_copies: StateCopies = StateCopies()
     composition: int = 0
     num_advanced: int = 0
     may_accept: Bools | None = None
@@ -189,6 +200,7 @@ class StepBatch:
         after: Points,
         loads: tuple[Ticket, ...] = (),
         encodes: tuple[Encode, ...] = (),
+        state_copies: StateCopies = StateCopies(),
     ) -> StepBatch:
         """A step of prompts only. ``sampling`` [B]: None for a row that does not sample."""
         firsts, sizes = np.array(starts, np.int64), [len(chunk.token_ids) for chunk in chunks]
@@ -205,6 +217,7 @@ class StepBatch:
             constrained=constrained_rows(present),
             loads=loads,
             encodes=encodes,
+            state_copies=state_copies,
         )
 
     @property
@@ -371,6 +384,7 @@ class Worker(Protocol):
     device: Device
     pages: LeasePool
     req_pool: ReqPool
+    states: StatePool | None  # None without recurrent layers
     max_step_tokens: int  # that a decode step yields for a request
 
     @property

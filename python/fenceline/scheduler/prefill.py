@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import Chunk, PageWrites, StepBatch, concatenated
+from fenceline.model_executor.step import Chunk, PageWrites, StateCopies, StepBatch, concatenated
 from fenceline.scheduler.admission import AdmissionState, would_admit
 from fenceline.scheduler.image_cache import StepImages
 from fenceline.scheduler.req import Req
@@ -52,6 +52,7 @@ class _Plan:
     num_prompt_tokens: int = 0
     num_uncached_tokens: int = 0
     images: StepImages = field(default_factory=StepImages)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # see StateCopies.after
 
     def page_writes(self) -> PageWrites:
         """Those of all requests that were admitted."""
@@ -76,6 +77,7 @@ class _Plan:
             after=self.after.join(self.images.after),
             loads=loads,
             encodes=tuple(self.images.encodes),
+            state_copies=StateCopies(after=tuple(self.snapshots)),
         )
 
 
@@ -319,6 +321,7 @@ class PrefillPlanner:
         chunk = self._chunk(req, tokens, start, end, done)
         plan.chunks.append(self._with_images(chunk, plan, req, start) if req.images else chunk)
         req.allocated_len = end
+        plan.snapshots += self._memory.snapshot(req, end)
         budget.step_tokens -= size
         budget.num_reqs -= 1
         if self._prefix_work is not None:

@@ -114,9 +114,12 @@ class RequestMemory:
         same_version: Callable[[int, int], bool] = operator.eq,
         num_rows_behind: int = 0,
         images: ImageCache | None = None,
+        grid: int = 0,
     ) -> None:
         """``same_version`` compares the tree's ``num_moves`` with an earlier value (see ``memory_order.comparison``).
-        ``num_rows_behind``: see ``DraftConfig``. ``images``: None for a model that reads texts alone."""
+        ``num_rows_behind``: see ``DraftConfig``. ``images``: None for a model that reads texts alone.
+        ``grid``: tokens between two states of recurrent layers, a multiple of the page size; 0: there are no states."""
+        assert grid % page_size == 0 and (tree.states is not None) == (grid > 0)
         self.pages = pages
         self.rows = rows
         self.tree = tree
@@ -127,6 +130,8 @@ class RequestMemory:
         self.num_evicted_pages = 0  # evicted from the device since the start
         self.tables = PageTables(rows.size)
         self.remaps: list[Remap] = []  # that no step has written yet
+        self.state_copies: list[tuple[int, int]] = []  # see StateCopies.before: that no step has made yet
+        self._grid = grid
         self._num_stale_matches = 0
         self._same_version = same_version
         self._num_rows_behind = num_rows_behind
@@ -171,7 +176,8 @@ class RequestMemory:
 
     def _is_worth_waiting(self, req: Req, num_cached: int) -> bool:
         """Whether others can find enough whole pages of the prompt of ``req`` in the cache that are not there yet."""
-        num_whole = (len(req.prompt_ids) - 1) // self.page_size * self.page_size
+        unit = self._grid or self.page_size
+        num_whole = (len(req.prompt_ids) - 1) // unit * unit
         return not self.tree.disabled and num_whole - num_cached >= _MIN_SHARED_TOKENS
 
     def _end_prefetch(self, req: Req) -> int:
@@ -251,7 +257,9 @@ class RequestMemory:
         if req.samples is not None and not self._is_computed(req.samples):
             req.samples.computing = req
         req.shared_len = prefix.num_page_tokens
-        req.allocated_len = req.committed_len = prefix.num_tokens
+        req.allocated_len = req.committed_len = req.snapshot_len = prefix.num_tokens
+        if match.state:
+            self.state_copies.append((match.state, req.row))
         assert len(req.pages) == self.num_pages_for(req.num_tokens), f"{req.rid} has the pages of its tokens"
         return after.join(row_after)
 
@@ -289,6 +297,33 @@ class RequestMemory:
         req.pages[first:last] = array("i", pages.tobytes())
         self.remaps.append(Remap(req, first, pages, self.tables.moved(req.row)))
 
+    def snapshot(self, req: Req, num_tokens: int) -> Sequence[tuple[int, int]]:
+        """The copies, at most one, that a step makes after its layers because it brings ``req`` to ``num_tokens``: of
+        the state at the last point of the grid, for requests that have these tokens too."""
+        if not self._grid or self.tree.disabled:
+            return ()
+        position = num_tokens // self._grid * self._grid
+        if position <= req.snapshot_len:
+            return ()
+        slot = self.tree.lease_state()
+        if not slot:
+            return ()
+        req.snapshot_len = position
+        req.snapshots.append((position, slot))
+        return ((req.row, slot),)
+
+    def _give_snapshots(self, req: Req, num_tokens: int) -> None:
+        """Hand the snapshots of the first ``num_tokens`` of ``req``, whose pages the tree has, to the tree."""
+        tokens = req.key_ids()
+        while req.snapshots and req.snapshots[0][0] <= num_tokens:
+            position, slot = req.snapshots.pop(0)
+            self.tree.give_state(tokens[:position], slot, req.source.extra_key)
+
+    def with_states(self, batch: StepBatch) -> StepBatch:
+        """``batch`` with the copies of states that it makes before its layers."""
+        before, self.state_copies = tuple(self.state_copies), []
+        return replace(batch, state_copies=batch.state_copies._replace(before=before))
+
     def with_remaps(self, batch: StepBatch) -> StepBatch:
         """``batch`` with the page-table writes of pending remaps, which are made before any step reads those rows."""
         live = [remap for remap in self.remaps if not remap.req.left]
@@ -319,7 +354,12 @@ class RequestMemory:
             if req.tail is not None and self.tiers is not None:
                 self.tiers.drop_tail(req.tail)
             return
+        if self._grid:
+            self._keep_last_state(req)
         result = self._insert(req)
+        for _, slot in req.snapshots:  # of steps that have not been published
+            self.tree.retire_state(slot)
+        req.snapshots.clear()
         if self.tiers is not None:
             self.tiers.inserted(result.node)
         shared = req.shared_len // self.page_size
@@ -333,6 +373,13 @@ class RequestMemory:
         self.tables.released(req.row)
         req.row, req.pages, req.node = 0, no_pages(), None
 
+    def _keep_last_state(self, req: Req) -> None:
+        """Have the next step copy the state of ``req``, which has left, at the last point of the grid; unless a step in
+        flight may bring it beyond that point. (Of a request that decodes, one step of one token may be in flight.)"""
+        end = max(req.allocated_len, req.committed_len + 1)
+        if end // self._grid == req.committed_len // self._grid:
+            self.state_copies += self.snapshot(req, self._num_complete(req))
+
     def flush(self, storage: bool = False) -> int:
         """Empty the tree and, with ``storage``, the storage tier too. No request may hold memory. Returns the number of
         device pages that have become free. Raises ValueError if ``storage`` is set and there is no storage tier."""
@@ -340,6 +387,7 @@ class RequestMemory:
         if storage and below is None:
             raise ValueError("there is no storage tier")
         num_pages = self.tree.reset()
+        self.state_copies.clear()  # they are those of requests that have left, to snapshots that are nobody's now
         if storage and below is not None:
             below.clear()
         return num_pages
@@ -401,6 +449,9 @@ class RequestMemory:
         if self.tree.num_locked_nodes:
             raise RuntimeError(f"{self.tree.num_locked_nodes} nodes of the tree are locked while idle")
         self.images.check_memory()
+        if self.tree.states is not None and self.tree.states.num_leased != self.tree.num_states:
+            lost = np.setdiff1d(self.tree.states.owned(), self.tree.all_states()).tolist()
+            raise RuntimeError(f"snapshots of states that nobody has while idle: {lost[:8]}")
         if self.tiers is not None:
             self.tiers.check_memory()
 
@@ -452,7 +503,10 @@ class RequestMemory:
         num_pages = self._num_complete(req) // self.page_size
         tokens = req.key_ids()[: num_pages * self.page_size + self.tree.lookahead]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
-        return self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
+        result = self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
+        if req.snapshots:
+            self._give_snapshots(req, num_pages * self.page_size)
+        return result
 
 
 def _most_cached(req: Req) -> int:
@@ -473,8 +527,8 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     tiers = None
     if config.hicache is None or worker.hicache is None:
         lookahead = 0 if draft is None else draft.lookahead
-        disabled = config.server_args.disable_radix_cache or bool(config.model.recurrent_layers)
-        tree = RadixCache(pages, page_size, disabled, lookahead)
+        snapshots = None if worker.states is None else worker.states.snapshots
+        tree = RadixCache(pages, page_size, config.server_args.disable_radix_cache, lookahead, snapshots)
     else:
         tiers = HiCache(pages, worker.hicache, config, worker.storage)
         tree = tiers.tree
@@ -485,4 +539,5 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     most_computed = config.chunked_prefill_size or config.max_prefill_tokens
     images = ImageCache(config.num_embedding_rows, bool(config.model.rope_axes), sees_whole, most_computed)
     images.most_in_step = step_embeddings(worker.device, images.most_in_step)
-    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images)
+    grid = 0 if worker.states is None else worker.states.grid
+    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, grid)

@@ -570,6 +570,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         "max_prefill_tokens": draw(st.sampled_from([16, 64])),
         "chunked_prefill_size": draw(st.sampled_from([4, 16, -1])),
         "quick_share": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "num_snapshots": draw(st.sampled_from([None, None, 0, 1, 3])),
     }
     flags["num_pages"] = draw(st.integers(48, 120)) // int(str(flags["page_size"]))
     num_reqs = draw(st.integers(1, 10))

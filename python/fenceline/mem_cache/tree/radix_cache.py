@@ -24,6 +24,12 @@ A node handle stays valid while it is locked. Splitting keeps the handle on the 
 taken before the split still covers both halves. An unlocked handle may be evicted at any time; locking it then
 fails an assertion, so it cannot lead to another request's page.
 
+States. A model with recurrent layers goes on from a prefix only with their state after its last token. So a node may
+have a snapshot of the state after its own tokens, and a match ends at the deepest node that has one. ``lease_state``
+hands out snapshots, taking those least recently used from their nodes, which keep their pages; ``give_state`` hands one
+to a node; a node that leaves retires its own. Steps access snapshots on one stream, in the order of these calls, so
+that nobody has to wait for a Point, and a lock on a node does not keep its snapshot.
+
 One thread (the scheduler's) uses a cache; nothing here depends on wall-clock time or unordered iteration, so
 ranks that make the same calls own the same trees.
 """
@@ -66,6 +72,7 @@ class TreeNode:
     lock_ref: int = 0
     hit_count: int = 0  # how many matches and inserts have used the node
     version: int = 0  # counts moves of the device pages, and the departure from the tree
+    state: int = 0  # the slot of the snapshot of the state after ``tokens``; 0: there is none
     on_device: bool = True
     num_device_children: int = 0  # children on the device
     num_host_children: int = 0  # children with host pages
@@ -147,7 +154,8 @@ class MatchResult:
     ``pages`` int32 in token order (a copy) are those on the device, ``num_tokens`` their tokens, a multiple of the
     page size, ``node`` the deepest node with device pages (the root if there is none). The pages stay the tree's:
     they are safe to read only while ``node`` is locked, and, where ``loading`` is not empty, after the Points of
-    these tickets: loads that FORWARD has not waited for.
+    these tickets: loads that FORWARD has not waited for. ``state`` is the slot of the snapshot of the state after them,
+    0 if there are none, or no states.
 
     ``num_host_tokens`` tokens (whole pages) follow that are only on the host, down to ``host_node``, which is
     ``node`` if there are none. ``version`` is that of ``node``, see :meth:`RadixCache.is_current`.
@@ -160,6 +168,7 @@ class MatchResult:
     num_host_tokens: int = 0
     loading: tuple[Ticket, ...] = ()
     version: int = 0
+    state: int = 0
 
     def on_device(self) -> MatchResult:
         """The same match without what is only on the host."""
@@ -222,6 +231,12 @@ class LruQueue:
             self.push_if_evictable(node)
         return None
 
+    def drop_others(self) -> None:
+        """Drop the entries of nodes that are no longer candidates. O(entries)."""
+        self._heap = [entry for entry in self._heap if self._is_candidate(entry[2])]
+        heapq.heapify(self._heap)
+        self._members = {node for _, _, node in self._heap}
+
     def clear(self) -> None:
         self._members.clear()
         self._heap = []
@@ -242,9 +257,17 @@ class RadixCache:
     ``match_prefix`` returns no pages and the root, ``insert`` returns the caller's pages, ``num_taken_pages == 0`` and
     the root. Locking the root costs nothing, so callers need no second code path."""
 
-    def __init__(self, pages: LeasePool, page_size: int, disabled: bool = False, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        pages: LeasePool,
+        page_size: int,
+        disabled: bool = False,
+        lookahead: int = 0,
+        states: LeasePool | None = None,
+    ) -> None:
         """``pages``: the pool to which evicted pages are retired. ``page_size``: tokens per page. ``lookahead``: tokens
-        behind a page on which its bytes depend. Raises ``ValueError`` if ``page_size`` is less than 1."""
+        behind a page on which its bytes depend. ``states``: the pool of snapshots of a model with recurrent layers,
+        None for another. Raises ``ValueError`` if ``page_size`` is less than 1."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
@@ -253,6 +276,8 @@ class RadixCache:
         self.images = ImageKeys()
         """What stands for the tokens of images in the keys that the methods call token ids."""
         self._pool = pages
+        self.states = states
+        self._stateful = LruQueue(_has_state)
         self._clock = 0
         # Of nodes: how many were made, also by splits (while this does not change, no match has become longer), and are
         # there, without the root; how many are locked, themselves or through a node below; how often pages of one have
@@ -260,6 +285,7 @@ class RadixCache:
         self.num_created = self.num_nodes = self.num_locked_nodes = self.num_moves = 0
         # Pages on unlocked nodes, which ``evict`` can retire in all, and on locked ones.
         self.num_evictable_pages = self.num_locked_pages = 0
+        self.num_states = 0  # snapshots of nodes
         self._lru = LruQueue(attrgetter("is_evictable"))
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         # The node of the empty prefix: owns no pages, may be locked at no cost, is never evicted.
@@ -272,9 +298,12 @@ class RadixCache:
         ignored. Splits the last node where the match ends inside it, and makes the matched path the most recently used.
         ``extra_key`` names an isolated namespace: prefixes of different namespaces never match."""
         path = self._walk(self._whole_pages(token_ids), extra_key)
+        if self.states is not None:
+            while path[-1] is not self.root and not path[-1].state:
+                path.pop()
         pages = self._pages_of(path)
         node = path[-1]
-        return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version)
+        return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version, state=node.state)
 
     def is_current(self, match: MatchResult) -> bool:
         """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5): match
@@ -305,6 +334,49 @@ class RadixCache:
             path.append(self._add_leaf(path[-1], own_tokens, own_pages, after, extra_key))
         loading = self._loading(path)
         return InsertResult(num_existing, taken.size, np.concatenate([existing, taken]), path[-1], loading)
+
+    # --- states --------------------------------------------------------------------------------------
+
+    def lease_state(self) -> int:
+        """The slot of a snapshot that nobody has; the node that has least recently been used loses its own if there is
+        none left. Returns 0 if there are no snapshots at all, or all are those of steps that are not published."""
+        assert self.states is not None, "the model has no states"
+        if not self.states.num_free:
+            node = self._stateful.pop()
+            if node is None:
+                return 0
+            self._take_state(node)
+        leased = self.states.alloc(1)
+        return 0 if leased is None else int(leased[0][0])
+
+    def give_state(self, token_ids: IntArray, slot: int, extra_key: str = "") -> None:
+        """Hand over the snapshot ``slot`` of the state after ``token_ids`` [n], whole pages. It is retired if the tree
+        does not have all of their pages, or has such a state."""
+        tokens = as_tokens(token_ids)
+        path = self._walk(tokens, extra_key)
+        node = path[-1]
+        if node.state or sum(each.num_pages for each in path) * self.page_size != tokens.size:
+            self.retire_state(slot)
+            return
+        node.state = slot
+        self.num_states += 1
+        self.num_created += 1  # prefixes that have been looked up may now be longer
+        self._stateful.push_if_evictable(node)
+        if self.states is not None and len(self._stateful) > 2 * self.states.size:
+            self._stateful.drop_others()
+
+    def retire_state(self, slot: int) -> None:
+        """Give back a snapshot that no node has."""
+        assert self.states is not None, "the model has no states"
+        self.states.retire(np.array([slot], dtype=np.int32), Points.none())
+
+    def _take_state(self, node: TreeNode) -> None:
+        """``node`` has no snapshot any more: matches that end there are stale."""
+        if node.state:
+            self.retire_state(node.state)
+            node.state = 0
+            self.num_states -= 1
+            self._note_move(node)
 
     # --- locks ---------------------------------------------------------------------------------------
 
@@ -355,6 +427,7 @@ class RadixCache:
         num_retired = self.num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after)
+            self._take_state(node)
             self._detach(node)
         self._clear()
         return num_retired
@@ -364,6 +437,7 @@ class RadixCache:
         self.root.children = {}
         self.root.num_device_children = self.root.num_host_children = 0
         self._lru.clear()
+        self._stateful.clear()
         self.num_nodes = 0
         self.num_evictable_pages = 0
 
@@ -377,6 +451,10 @@ class RadixCache:
     def all_pages(self) -> Int32Array:
         """Every page that the tree owns, ascending, int32. Walks the tree: for audits."""
         return np.sort(np.concatenate([self.root.pages, *(node.pages for node in self._nodes())]))
+
+    def all_states(self) -> Int32Array:
+        """The slot of every snapshot that the tree owns, ascending, int32."""
+        return np.array(sorted(node.state for node in self._nodes() if node.state), dtype=np.int32)
 
     def check(self) -> None:
         """Recompute all counts and check all structural invariants. Raises AssertionError that names what is wrong."""
@@ -394,12 +472,17 @@ class RadixCache:
         for counted, number, what in (
             (len(self._lru), num_queued, "queued nodes"),
             (self.num_nodes, len(nodes), "nodes"),
+            (self.num_states, sum(node.state != 0 for node in nodes), "states"),
             (self.num_evictable_pages, num_evictable, "evictable pages"),
             (self.num_locked_pages, num_locked, "locked pages"),
             (self.num_locked_nodes, sum(node.lock_ref > 0 for node in nodes), "locked nodes"),
         ):
             assert counted == number, f"{number} {what}, counted {counted}"
         check_owned(self.all_pages(), self._pool)
+        if self.states is not None:
+            self._stateful.check()
+            assert all(node in self._stateful for node in nodes if node.state), "a state that cannot be evicted"
+            check_owned(self.all_states(), self.states)
 
     # --- internals -----------------------------------------------------------------------------------
 
@@ -511,6 +594,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
         self._pool.retire(node.pages, node.after)
+        self._take_state(node)
         del parent.children[node.edge]
         parent.num_device_children -= 1
         self._detach(node)
@@ -551,6 +635,10 @@ class RadixCache:
     @staticmethod
     def _pages_of(path: list[TreeNode]) -> Int32Array:
         return np.concatenate([node.pages for node in path])
+
+
+def _has_state(node: TreeNode) -> bool:
+    return node.state != 0
 
 
 def as_tokens(token_ids: IntArray) -> Int32Array:

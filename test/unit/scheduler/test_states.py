@@ -1,0 +1,185 @@
+"""Recurrent states in the scheduler: requests go on from the right ones, and all snapshots come back.
+
+The worker's states are the tokens that they have absorbed, and exist at multiples of 8 tokens.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from scheduler_driver import Driver, assert_right, make_driver, request
+from token_worker import TokenWorker
+
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    FlushCacheReq,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+)
+from fenceline.mem_cache.tree.radix_cache import RadixCache
+from fenceline.memory_order import LeasePool
+
+GRID = 8
+
+
+def _cached(driver: Driver, req: TokenizedGenerateReq) -> int:
+    driver.send(req)
+    driver.run()
+    assert_right(driver, req)
+    last = driver.answers[req.rid].last
+    assert last is not None
+    return last.cached_tokens
+
+
+def _prompt(first: int, num_tokens: int) -> list[int]:
+    return [(first + number * number) % 200 for number in range(num_tokens)]
+
+
+def test_a_prompt_goes_on_from_the_last_state_of_its_prefix() -> None:
+    driver = make_driver(num_snapshots=8)
+    assert _cached(driver, request("a", _prompt(1, 30), max_new_tokens=1)) == 0
+    assert _cached(driver, request("b", _prompt(1, 30), max_new_tokens=1)) == 24
+    # The pages of 20 tokens are there, and no state after them: only that after 24.
+    assert _cached(driver, request("c", [*_prompt(1, 20), 5, 5, 5, 5, 5, 5], max_new_tokens=1)) == 0
+    assert _cached(driver, request("d", [*_prompt(1, 20), 5, 5, 5, 5, 5, 5], max_new_tokens=1)) == 24
+
+
+def test_each_chunk_of_a_prompt_leaves_a_state() -> None:
+    driver = make_driver(num_snapshots=8, chunked_prefill_size=12)
+    assert _cached(driver, request("a", _prompt(1, 30), max_new_tokens=1)) == 0  # after 8, 24 and no more
+    assert _cached(driver, request("b", [*_prompt(1, 20), 3], max_new_tokens=1)) == 8
+
+
+def test_a_conversation_goes_on_from_the_end_of_the_answer() -> None:
+    driver = make_driver(num_snapshots=8)
+    first = request("a", _prompt(1, 10), max_new_tokens=20, ignore_eos=True)
+    assert _cached(driver, first) == 0
+    answer = driver.answers["a"].output_ids
+    assert _cached(driver, request("b", [*first.input_ids, *answer, 7, 7], max_new_tokens=20, ignore_eos=True)) == 24
+
+
+def test_states_go_before_pages_the_oldest_first() -> None:
+    driver = make_driver(num_snapshots=2)
+    for number in (1, 2, 3):
+        assert _cached(driver, request(f"a{number}", _prompt(number, 17), max_new_tokens=1)) == 0
+    tree = driver.scheduler.memory.tree
+    assert tree.num_states == 2 and tree.num_pages == 12
+    for number, cached in ((3, 16), (2, 16), (1, 0)):
+        assert _cached(driver, request(f"b{number}", _prompt(number, 17), max_new_tokens=1)) == cached
+
+
+def test_without_snapshots_nothing_is_shared() -> None:
+    driver = make_driver(num_snapshots=0)
+    assert [_cached(driver, request(rid, _prompt(1, 30), max_new_tokens=9)) for rid in "ab"] == [0, 0]
+
+
+def test_a_retracted_request_answers_the_same() -> None:
+    driver = make_driver(num_pages=20, num_snapshots=4, schedule_conservativeness=0.01)
+    reqs = [request(f"r{n}", _prompt(n, 9 + n), max_new_tokens=24, ignore_eos=True) for n in range(4)]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, *reqs)
+    assert driver.scheduler.stats.num_retractions > 0
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_an_aborted_request_leaves_no_wrong_state(after: int) -> None:
+    """Whatever step was in flight: of a chunk, or one that came to a multiple of 8 tokens."""
+    driver = make_driver(num_snapshots=8, chunked_prefill_size=12)
+    driver.send(request("a", _prompt(1, 30), max_new_tokens=30, ignore_eos=True))
+    for _ in range(after):
+        driver.step()
+    driver.send(AbortReq(rid="a"))
+    driver.run()
+    assert _cached(driver, request("b", _prompt(1, 30), max_new_tokens=12, ignore_eos=True)) % GRID == 0
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_pauses_and_flushes_keep_the_books(mode: str) -> None:
+    driver = make_driver(num_snapshots=3)
+    reqs = [request(f"r{n}", _prompt(n, 20), max_new_tokens=20, ignore_eos=True) for n in range(3)]
+    driver.send(*reqs)
+    for _ in range(6):
+        driver.step()
+    driver.send(PauseGenerationReq(id="p", mode=mode))
+    driver.step()
+    driver.step()
+    driver.send(FlushCacheReq(id="f"), ContinueGenerationReq(id="c"))
+    driver.run()
+    assert_right(driver, *reqs)
+    driver.send(FlushCacheReq(id="g"))
+    driver.step()
+    assert driver.scheduler.memory.tree.num_states == 0
+    assert _cached(driver, request("last", _prompt(1, 20), max_new_tokens=1)) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_requests_with_common_prefixes(seed: int) -> None:
+    """Whatever is cut, cached, evicted, aborted and retracted: the right tokens, and clean books at the end."""
+    random = Random(seed)
+    page_size = random.choice((1, 2, 4, 8))
+    driver = make_driver(
+        num_pages=random.choice((120, 160, 400)) // page_size,
+        page_size=page_size,
+        num_rows=random.randint(1, 5),
+        num_snapshots=random.choice((1, 2, 4, 16)),
+        chunked_prefill_size=random.choice((8, 16, 64, -1)),
+        schedule_conservativeness=random.choice((0.01, 1.0)),
+        disable_overlap_schedule=random.random() < 0.2,
+    )
+    assert isinstance(driver.worker, TokenWorker)
+    driver.worker.is_quick = lambda: random.random() < 0.5
+    reqs: list[TokenizedGenerateReq] = []
+    aborted = set()
+    for number in range(24):
+        before = [*random.choice(reqs).input_ids] if reqs and random.random() < 0.3 else _prompt(1, 60)
+        prompt = [*before[: random.randint(4, 60)], *random.choices((1, 2), k=random.randint(1, 9))]
+        reqs.append(
+            request(f"r{number}", prompt, max_new_tokens=random.randint(1, 30), ignore_eos=random.random() < 0.5)
+        )
+        driver.send(reqs[-1])
+        for _ in range(random.randint(0, 12)):
+            driver.step()
+        if random.random() < 0.2:
+            aborted.add(random.choice(reqs).rid)
+            driver.send(*(AbortReq(rid=rid) for rid in aborted))
+        if random.random() < 0.1:
+            driver.send(PauseGenerationReq(id=f"p{number}", mode=random.choice(("retract", "in_place"))))
+            driver.step()
+            driver.send(ContinueGenerationReq(id=f"c{number}"))
+    driver.run()
+    assert_right(driver, *(req for req in reqs if req.rid not in aborted))
+    driver.scheduler.memory.tree.check()
+
+
+def test_a_state_that_is_there_already_is_given_back() -> None:
+    pages, states = LeasePool("pages", 16), LeasePool("states", 4)
+    tree = RadixCache(pages, 4, states=states)
+    leased = pages.alloc(4)
+    assert leased is not None
+    tokens = list(range(16))
+    tree.insert(tokens[:8], leased[0][:2])
+    first, second, num_created = tree.lease_state(), tree.lease_state(), tree.num_created
+    tree.give_state(tokens[:8], first)
+    assert tree.num_created > num_created  # a match that waits is looked up again
+    tree.give_state(tokens[:8], second)
+    tree.insert(tokens, leased[0])
+    assert tree.match_prefix(tokens).state == first and states.num_leased == tree.num_states == 1
+    tree.check()
+    tree.evict(4)
+    assert states.num_leased == 0
+
+
+def test_states_of_nodes_that_left_do_not_pile_up() -> None:
+    pages, states = LeasePool("pages", 9), LeasePool("states", 4)
+    tree = RadixCache(pages, 4, states=states)
+    for number in range(100):
+        leased = pages.alloc(1)
+        assert leased is not None
+        tree.insert([number] * 4, leased[0])
+        tree.give_state([number] * 4, tree.lease_state())
+        tree.evict(1)
+    tree.check()
+    assert len(tree._stateful) <= 2 * states.size
