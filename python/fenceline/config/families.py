@@ -102,6 +102,19 @@ class IndexerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig:
+    """Layers that carry a state in place of attending to all tokens, each with a convolution over ``taps`` tokens. Each
+    of ``num_heads`` has a state of [key_dim, value_dim], and ``num_key_heads`` share out the queries and keys."""
+
+    layers: frozenset[int]
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
     """The factors of embeddings, branches, logits and attention scores. ``attention`` None: head_dim ** -0.5."""
 
@@ -247,8 +260,10 @@ def _minicpm3_multipliers(reader: ConfigReader) -> Multipliers:
     )
 
 
-def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -> ExpertsConfig:
-    """``shared_size``: the default."""
+def _qwen_experts(
+    reader: ConfigReader, num_layers: int, shared_size: int = 0, renormalise: bool = False
+) -> ExpertsConfig:
+    """``shared_size`` and ``renormalise``: the defaults."""
     every = reader.size("decoder_sparse_step", 1)
     named = reader.numbers("mlp_only_layers")
     return ExpertsConfig(
@@ -256,7 +271,7 @@ def _qwen_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -
         num_experts=reader.size("num_experts" if "num_experts" in reader.values else "num_local_experts"),
         top_k=reader.size("num_experts_per_tok"),
         intermediate_size=reader.size("moe_intermediate_size"),
-        renormalise=reader.switch("norm_topk_prob"),
+        renormalise=reader.switch("norm_topk_prob", renormalise),
         dense_layers=frozenset(named) | {i for i in range(num_layers) if (i + 1) % every},
         shared_size=reader.count("shared_expert_intermediate_size", default=shared_size),
     )
@@ -392,6 +407,31 @@ def _indexed_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(num_layers) if kinds[layer] == "full")
 
 
+def _delta_net(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
+    """The layers that layer_types calls linear_attention; without it all but every ``full_attention_interval``-th."""
+    kinds = reader.strings("layer_types")
+    every = reader.size("full_attention_interval", 4)
+    if not kinds:
+        kinds = tuple("linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers))
+    if len(kinds) < num_layers or set(kinds) - {"linear_attention", "full_attention"}:
+        raise ConfigError(
+            f"config.json: layer_types must say linear_attention or full_attention of each of the {num_layers} layers"
+        )
+    heads, key_heads = reader.size("linear_num_value_heads", 32), reader.size("linear_num_key_heads", 16)
+    if heads % key_heads:
+        raise ConfigError(
+            f"config.json: linear_num_value_heads {heads} must be a multiple of linear_num_key_heads {key_heads}"
+        )
+    return RecurrentConfig(
+        layers=frozenset(i for i in range(num_layers) if kinds[i] == "linear_attention"),
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=reader.size("linear_key_head_dim", 128),
+        value_dim=reader.size("linear_value_head_dim", 128),
+        taps=reader.size("linear_conv_kernel_dim", 4),
+    )
+
+
 def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = False) -> ExpertsConfig:
     return ExpertsConfig(
         sigmoid=sigmoid,
@@ -456,7 +496,7 @@ class Family:
     layers. ``switches`` are entries, true or false, that the family's function in models/families.py reads.
     ``computed`` has entries of which only these values are computed; others are refused, except for null. ``vision``
     returns the tower of a model that reads images, from the whole config.json and the model's directory; None: models
-    of the family read texts alone.
+    of the family read texts alone. ``recurrent`` returns the layers that carry a state, and gets the number of layers.
     """
 
     head_dim: int | None = None
@@ -484,6 +524,7 @@ class Family:
     latent: Callable[[ConfigReader], LatentConfig] | None = None
     indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
     vision: Callable[[Mapping[str, object], Path], VisionConfig | None] | None = None
+    recurrent: Callable[[ConfigReader, int], RecurrentConfig] | None = None
 
 
 _ERNIE_4_5 = Family(
@@ -640,6 +681,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
+        "Qwen3NextForCausalLM": Family(
+            head_dim=256,
+            partial_rotary=0.25,
+            norm_offset=1.0,
+            activation_key=None,
+            computed={"hidden_act": ("silu",)},
+            experts=partial(_qwen_experts, shared_size=512, renormalise=True),
+            recurrent=_delta_net,
+        ),
         "Qwen3VLForConditionalGeneration": Family(head_dim=128, rope_theta=5e5, text_defaults={}, vision=qwen3_vl),
         "Qwen3VLMoeForConditionalGeneration": Family(
             head_dim=None, rope_theta=5e5, text_defaults={}, quantized=(), experts=_qwen3_vl_experts, vision=qwen3_vl

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
-from fenceline.config.families import FAMILIES, ExpertsConfig, Family, IndexerConfig, LatentConfig, Multipliers, Windows
+from fenceline.config.families import (
+    FAMILIES,
+    ExpertsConfig,
+    Family,
+    IndexerConfig,
+    LatentConfig,
+    Multipliers,
+    RecurrentConfig,
+    Windows,
+)
 from fenceline.config.kv_layout import KVRow, index_keys, keys_and_values, latent
 from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
@@ -61,7 +70,7 @@ class ModelConfig:
     is the tower of a model that reads images; None: it reads texts alone. ``rope_axes`` says by
     which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2 the column in an image; empty:
     positions have one axis. ``recurrent_layers`` carry a state and do not attend, so that they have no rows in the KV
-    pool.
+    pool; ``recurrent`` has the sizes of gated delta nets.
     """
 
     model_path: str
@@ -105,6 +114,7 @@ class ModelConfig:
     vision: VisionConfig | None = None
     rope_axes: tuple[int, ...] = ()
     recurrent_layers: frozenset[int] = frozenset()
+    recurrent: RecurrentConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -241,7 +251,9 @@ class ModelConfig:
         bos = token_ids(hf.get("bos_token_id"))
         windows = family.windows(reader, num_layers)
         indexer = None if family.indexer is None else family.indexer(reader, num_layers)
-        _check_layer_types(reader, windows, num_layers, ("full_attention",) if indexer is None else _INDEXED)
+        recurrent = None if family.recurrent is None else family.recurrent(reader, num_layers)
+        if recurrent is None:
+            _check_layer_types(reader, windows, num_layers, ("full_attention",) if indexer is None else _INDEXED)
         for key in family.switches:
             reader.switch(key)  # it is read where the layers are made, and checked here
         config = cls(
@@ -286,6 +298,8 @@ class ModelConfig:
             indexer=indexer,
             vision=vision,
             rope_axes=() if vision is None else _rope_axes(hf, int(rotary_dim * partial_rotary)),
+            recurrent=recurrent,
+            recurrent_layers=frozenset() if recurrent is None else recurrent.layers,
             sampling_defaults=_sampling_defaults(generation),
             hf_config=plain,
         )

@@ -32,6 +32,7 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
 }
 
 

@@ -185,6 +185,9 @@ class SelfAttention(TokenMixer):
     """x += o_proj(attention(rope(qkv_proj(norm(x))))), with queries and keys normalised head by head in some families.
     Its rows in the pool are ``k`` and ``v``."""
 
+    gated = False
+    """Whether q_proj also makes gates, by whose sigmoids the heads' results are multiplied."""
+
     def __init__(
         self,
         site: LayerSite,
@@ -204,7 +207,7 @@ class SelfAttention(TokenMixer):
         config, context = site.config, site.context.inside(self.name)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.qkv_proj = QKVParallelLinear(
-            input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
+            input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context, self.gated
         )
         heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
         window = config.window(site.index)
@@ -212,7 +215,8 @@ class SelfAttention(TokenMixer):
         own_sinks = torch.empty(heads.num_heads, dtype=torch.float32) if sinks else None
         rules = LayerRules(window if binds else None, config.attention_soft_cap, own_sinks)
         self._plain_score_scale = config.multipliers.attention or head_dim**-0.5
-        super().__init__(site, norms, heads, sum(self.qkv_proj.sizes), rules, self._plain_score_scale)
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * head_dim
+        super().__init__(site, norms, heads, width, rules, self._plain_score_scale)
         self.o_proj = RowParallelLinear("o_proj", config.num_heads * head_dim, hidden_size, o_bias, context)
         self.q_norm = context.norm(head_dim, eps) if qk_norm else None
         self.k_norm = context.norm(head_dim, eps) if qk_norm else None
@@ -235,12 +239,7 @@ class SelfAttention(TokenMixer):
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → rotated queries, keys and values [T, size of ``heads``]; keys and values also go to the pool."""
         layer_id, pool, buffers = self.layer_id, batch.kv_pool, batch.buffers
-        out = None if buffers is None else buffers.tensors[self._projected_buffer]
-        normed = batch.normed.pop(self.input_norm, None)
-        if self.input_norm is None or normed is not None:
-            qkv = self.qkv_proj.forward(x if normed is None else normed, out)
-        else:
-            qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
+        qkv = self._products(x, batch, None if buffers is None else buffers.tensors[self._projected_buffer])
         if self._wide_norms:
             for norm, x_part in zip(self._wide_norms, qkv.split(self.qkv_proj.sizes, 1), strict=False):
                 x_part.copy_(norm.forward(x_part))
@@ -253,6 +252,13 @@ class SelfAttention(TokenMixer):
             pool.row(layer_id, "k"), pool.row(layer_id, "v"), batch.out_slots, self._kv_scales,
         )  # fmt: skip
         return qkv
+
+    def _products(self, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
+        """x → queries, keys and values [T, size of ``heads``] as the matrix makes them, in ``out`` if given."""
+        normed = batch.normed.pop(self.input_norm, None)
+        if self.input_norm is None or normed is not None:
+            return self.qkv_proj.forward(x if normed is None else normed, out)
+        return self.qkv_proj.forward_normed(x, self.input_norm, out)
 
     def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
         """Undoes the values' FP8 scale in the attention's result, in place."""
@@ -279,11 +285,47 @@ class SelfAttention(TokenMixer):
             for index, name in enumerate(("k_scale", "v_scale")):
                 param = self._kv_scale_params[index : index + 1]
                 slots[prefix + name] = WeightSlot(param, (), convert=torch.flatten, loaded=self._take_kv_scales)
-        if self._rotary.order is not None:
-            self.qkv_proj.weight.moves_rows(len(self._rotary.order))
-            rotated = {name: slot for name, slot in slots.items() if name.startswith((f"{prefix}q_", f"{prefix}k_"))}
-            slots |= in_order(rotated, self._rotary.order)
+        if (order := self._rotary.order) is not None:
+            self.qkv_proj.weight.moves_rows(len(order))
+            of_queries = (*order, *range(len(order), 2 * len(order))) if self.gated else order
+            for part, new_order in (("q_proj", of_queries), ("q_norm", order), ("k_", order)):
+                slots |= in_order({name: s for name, s in slots.items() if name.startswith(prefix + part)}, new_order)
         return slots
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose result is multiplied by sigmoid(gate(norm(x))), feature by feature, before o_proj. The rows of
+    q_proj are a query's and a gate's for each head in turn."""
+
+    gated = True
+
+    def _products(self, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
+        both, *others = super()._products(x, batch, None).split(self.qkv_proj.sizes, 1)
+        queries, gates = both.unflatten(1, (self.heads.num_heads, 2, -1)).unbind(2)
+        if batch.buffers is None:
+            batch.sparse.gates = gates.flatten(1)
+        else:
+            batch.buffers.tensors[self._gates_buffer].copy_(gates.flatten(1))
+        return torch.cat((queries.flatten(1), *others), 1, out=out)
+
+    @property
+    def _gates_buffer(self) -> str:
+        return f"gates_{self._widths[1]}"
+
+    def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        gates, batch.sparse.gates = batch.sparse.gates, None
+        assert gates is not None, "project has left them"
+        return super().attend(projected, batch).mul_(self._kernels.sigmoid(gates))
+
+    def attend_between_pieces(self, batch: ForwardBatch) -> None:
+        super().attend_between_pieces(batch)
+        assert batch.buffers is not None
+        tensors = batch.buffers.tensors
+        tensors[self._attended_buffer].mul_(self._kernels.sigmoid(tensors[self._gates_buffer]))
+
+    def arena_fields(self) -> Sequence[ArenaField]:
+        gates = ArenaField(self._gates_buffer, self._dtype, Role.OUTPUT, pad=0, shape=self._widths[1:])
+        return (*super().arena_fields(), gates)
 
 
 def in_order(slots: WeightSlots, order: Sequence[int]) -> WeightSlots:

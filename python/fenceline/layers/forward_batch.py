@@ -132,12 +132,14 @@ class Selection:
 
 @dataclass(slots=True, eq=False)
 class SparseState:
-    """What the layers of one forward hand on that attend to selected tokens. ``queries``: from a layer's projections to
-    its attention, with their weights; a forward in pieces has buffers for them. ``selection``: the latest one, for the
-    layers that have no indexer of their own. Only attention touches it, and that is in no piece."""
+    """What the layers of one forward hand on beside queries, keys and values. From a layer's projections to its
+    attention: ``queries`` of the indexer with their weights, and ``gates`` [T, num_heads * head_dim] of its result; a
+    forward in pieces has buffers for them. ``selection``: the latest one, for the layers that have no indexer of their
+    own. Only attention touches it, and that is in no piece."""
 
     queries: tuple[torch.Tensor, torch.Tensor] | None = None
     selection: Selection | None = None
+    gates: torch.Tensor | None = None
 
 
 AttendNew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]

@@ -95,15 +95,23 @@ class QKVParallelLinear(ColumnParallelLinear):
     key/value head. ``num_heads`` and ``num_kv_heads`` are this rank's."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, context: LayerContext
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        context: LayerContext,
+        gated: bool = False,
     ) -> None:
-        """``num_heads`` and ``num_kv_heads``: the whole model's."""
+        """``num_heads`` and ``num_kv_heads``: the whole model's. ``gated``: q_proj has as many rows again for gates,
+        after those of each query head."""
         shard = context.shard
         q_heads = shard.divide(num_heads, "attention heads")
         kv_heads, kv_index = split_kv_heads(num_kv_heads, shard)
-        kv_full, kv_size = num_kv_heads * head_dim, kv_heads * head_dim
+        kv_full, kv_size, q_dim = num_kv_heads * head_dim, kv_heads * head_dim, head_dim * (2 if gated else 1)
         parts = [
-            ColumnPart("q_proj", num_heads * head_dim, q_heads * head_dim, shard.rank),
+            ColumnPart("q_proj", num_heads * q_dim, q_heads * q_dim, shard.rank),
             ColumnPart("k_proj", kv_full, kv_size, kv_index),
             ColumnPart("v_proj", kv_full, kv_size, kv_index),
         ]

@@ -12,8 +12,18 @@ import torch
 from fenceline.config.config_reader import ConfigReader
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import Branch, BranchNorms, DecoderLayer, GatedMLP, LayerSite, SelfAttention
+from fenceline.layers.decoder_layer import (
+    Branch,
+    BranchNorms,
+    DecoderLayer,
+    GatedAttention,
+    GatedMLP,
+    LayerSite,
+    SelfAttention,
+    TokenMixer,
+)
 from fenceline.layers.experts import ExpertNames, ExpertsMLP
+from fenceline.layers.gated_delta_net import GatedDeltaNet
 from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
@@ -63,6 +73,23 @@ def _qwen3(site: LayerSite, names: ExpertNames = ExpertNames()) -> DecoderLayer:
     ``attention_bias`` is for all four projections of attention, the MLP has none."""
     bias = site.config.attention_bias
     return DecoderLayer(SelfAttention(site, qkv_bias=bias, o_bias=bias, qk_norm=True), _mixer(site, names))
+
+
+def _qwen3_next(site: LayerSite, interleaved: bool = True) -> DecoderLayer:
+    """Qwen3-Next (2025): gated delta nets, and attention with normalised heads and output gates in every fourth layer,
+    of which a quarter of the features rotates; experts, and a shared expert as in Qwen2-57B-A14B."""
+    bias = site.config.attention_bias
+    attention: TokenMixer
+    if site.index in site.config.recurrent_layers:
+        attention = GatedDeltaNet(site, interleaved)
+    else:
+        attention = GatedAttention(site, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return DecoderLayer(attention, _mixer(site, ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")))
+
+
+def _without_mtp(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Without the layers that predict further tokens, as Qwen has named them since Qwen3-Next."""
+    return ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
 
 
 def _mixtral(site: LayerSite) -> DecoderLayer:
@@ -249,6 +276,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2MoeForCausalLM": Architecture(_qwen2_moe),
         "Qwen3ForCausalLM": Architecture(_qwen3),
         "Qwen3MoeForCausalLM": Architecture(_qwen3),
+        "Qwen3NextForCausalLM": Architecture(_qwen3_next, _without_mtp),
         "Qwen3VLForConditionalGeneration": Architecture(_qwen3, _qwen_vision_weights),
         "Qwen3VLMoeForConditionalGeneration": Architecture(
             partial(_qwen3, names=ExpertNames(stacked="halves")), _qwen_vision_weights

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.kernels.index_rows import packed, rounded, spread
-from fenceline.layers.kernels.recurrence import recurrence, short_convolution
+from fenceline.layers.kernels.recurrence import DeltaGates, delta_inputs, gated_norm, recurrence, short_convolution
 from fenceline.layers.recurrent_state import LayerState, StateRows
 
 
@@ -149,6 +149,16 @@ class LayerKernels:
     ) -> torch.Tensor:
         """See ``recurrence.recurrence``."""
         return recurrence(q, k, v, decays, beta, state, rows)
+
+    def delta_inputs(
+        self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``recurrence.delta_inputs``."""
+        return delta_inputs(mixed, a, b, gates)
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``recurrence.gated_norm``."""
+        return gated_norm(x, gate, weight, eps)
 
     def rotate_and_store(
         self,

@@ -44,7 +44,7 @@ def short_convolution(
 ) -> torch.Tensor:
     """Each channel's weighted sum of a token's and the ``taps - 1`` previous tokens' inputs: x [T, C], weight [C, taps]
     and bias [C] → a new tensor [T, C] of x's type, if ``silu`` after that. The state has ``conv`` and ``x``."""
-    columns, ring, taps, result = state["conv"], state["x"], weight.shape[1], torch.empty_like(x)
+    columns, ring, taps, result = state["conv"], state["x"], weight.shape[1], torch.zeros_like(x)
     before, weight = taps - 1, weight.float()
     for row in _requests(rows):
         new = x[row.tokens]
@@ -69,6 +69,42 @@ def short_convolution(
         latest = range(max(row.start, row.end - ring.shape[1]), row.end)
         ring[row.slot, _places(latest, ring)] = new[latest.start - row.start :]
     return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaGates:
+    """How a gated delta net makes decays, and its heads: ``num_key_heads`` of ``key_dim`` features, and one of values
+    for each decay."""
+
+    a_log: torch.Tensor  # [heads] float32
+    dt_bias: torch.Tensor  # [heads] float32
+    num_key_heads: int
+    key_dim: int
+
+
+def delta_inputs(
+    mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs of ``recurrence`` in a gated delta net (arXiv:2412.06464): q, k, v, decays and beta. ``mixed`` [T, C]
+    has queries, keys and values, of which the first two are normalised; a and b [T, heads]."""
+    size = gates.num_key_heads * gates.key_dim
+    parts = mixed.float().split((size, size, mixed.shape[1] - 2 * size), 1)
+    q, k = (_unit(part.unflatten(1, (gates.num_key_heads, gates.key_dim))) for part in parts[:2])
+    decays = -gates.a_log.exp() * softplus(a.float() + gates.dt_bias)
+    values = parts[2].unflatten(1, (a.shape[1], -1))
+    return q * gates.key_dim**-0.5, k, values.contiguous(), decays, sigmoid(b)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] of length 1 on its last axis."""
+    return x * ((x * x).sum(-1, keepdim=True) + 1e-6).rsqrt_()
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of each head of x [T, heads, V] float32, times silu(gate) [T, heads, V] → gate's type; weight [V]."""
+    normed = x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt_() * weight.float()
+    gate32 = gate.float()
+    return (normed * (gate32 * sigmoid(gate32))).to(gate.dtype)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +142,7 @@ def recurrence(
     ``decays``, at most 0, [T, heads] or, if each feature of a key has its own, [T, heads, K]; ``beta`` [T, heads]. Key
     heads are repeated for as many heads as there are. S is only made at the end of a block: what the tokens after it
     add to a result is summed up token by token. The state has ``matrix``, ``k``, ``d`` and ``decay``."""
-    result = torch.empty_like(v)
+    result = torch.zeros_like(v)
     for row in _requests(rows):
         matrix = state["matrix"][row.slot]
         matrix = matrix.clone() if row.absorbed else torch.zeros_like(matrix)
