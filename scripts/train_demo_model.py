@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 import torch
 from tokenizers import Tokenizer
 
-from demo_training.data import Feed, start, to_device
+from demo_training.data import Feed, start, text_batches, to_device
 from demo_training.evaluate import Row, accuracy, make_rows, make_tool_rows
 from demo_training.export import check_export, export
 from demo_training.model import MOE_SHAPE, TOOLS_SHAPE, DemoModel, Shape
@@ -203,14 +204,9 @@ def main() -> None:
     progress = Progress()
     if args.resume is not None:
         progress = load_checkpoint(args.resume, trainer.model, trainer.optimizer, trainer.device, args.new_schedule)
-    feed = Feed(
-        str(tokenizer_file),
-        Curriculum(args.seed, args.curriculum_steps, kind.lengths, kind.skills),
-        args.tokens_per_step,
-        progress.step,
-        args.num_workers,
-    )
-    with start(feed) as batches:
+    curriculum = Curriculum(args.seed, args.curriculum_steps, kind.lengths, kind.skills)
+    make = partial(text_batches, str(tokenizer_file), curriculum, args.tokens_per_step)
+    with start(Feed(make, progress.step, args.num_workers)) as batches:
         progress = trainer.run(progress, batches)
     trainer.evaluate(progress)
     save_checkpoint(args.output_dir / "checkpoint", trainer.model, trainer.optimizer, progress)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
+from typing import Generic, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -15,16 +16,30 @@ from torch import Tensor
 from fenceline_demo.corpus import Curriculum, Ids, Mask, build_batch
 from fenceline_demo.tokenizer import FastEncoder
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """What the workers are to make: batches of `tokens_per_step` tokens, for all steps from `first_step` on."""
+class Feed(Generic[Made]):
+    """What the workers are to make: the batches of all steps from `first_step` on. `make`, called in each worker,
+    returns what makes a step's batch."""
 
-    tokenizer_file: str
-    curriculum: Curriculum
-    tokens_per_step: int
+    make: Callable[[], Callable[[int], Made]]
     first_step: int
     num_workers: int
+
+
+def text_batches(
+    tokenizer_file: str, curriculum: Curriculum, tokens_per_step: int
+) -> Callable[[int], tuple[Ids, Mask]]:
+    """What makes a step's batch, of `tokens_per_step` tokens, of the corpus."""
+    encoder = FastEncoder(Tokenizer.from_file(tokenizer_file))
+
+    def batch(step: int) -> tuple[Ids, Mask]:
+        length = curriculum.row_length(step)
+        return build_batch(curriculum.seed, step, max(tokens_per_step // length, 1), length, encoder, curriculum.skills)
+
+    return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +52,24 @@ class Batch:
     is_answer: Tensor
 
 
-def _work(feed: Feed, worker: int, queue: Queue[tuple[Ids, Mask]]) -> None:
-    encoder = FastEncoder(Tokenizer.from_file(feed.tokenizer_file))
-    step = feed.first_step + worker
+def _work(feed: Feed[Made], worker: int, queue: Queue[Made]) -> None:
+    batch, step = feed.make(), feed.first_step + worker
     while True:
-        curriculum = feed.curriculum
-        length = curriculum.row_length(step)
-        rows = max(feed.tokens_per_step // length, 1)
-        queue.put(build_batch(curriculum.seed, step, rows, length, encoder, curriculum.skills))
+        queue.put(batch(step))
         step += feed.num_workers
 
 
 @contextmanager
-def start(feed: Feed) -> Iterator[Iterator[tuple[Ids, Mask]]]:
-    """Starts the workers; yields an endless iterator of their batches; ends them on exit.
-
-    The batch of a step depends only on the seed and the step, not on the number of workers.
-    """
+def start(feed: Feed[Made]) -> Iterator[Iterator[Made]]:
+    """Starts the workers; yields an endless iterator of their batches in the order of the steps, whatever the number of
+    workers; ends them on exit."""
     context = mp.get_context("spawn")
     queues = [context.Queue(maxsize=6) for _ in range(feed.num_workers)]
     workers = [context.Process(target=_work, args=(feed, i, queue), daemon=True) for i, queue in enumerate(queues)]
     for worker in workers:
         worker.start()
 
-    def batches() -> Iterator[tuple[Ids, Mask]]:
+    def batches() -> Iterator[Made]:
         while True:
             for queue in queues:
                 yield queue.get()

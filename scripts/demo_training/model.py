@@ -8,7 +8,7 @@ token-wise work runs on [tokens, hidden], whatever the row length is, and theref
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,12 +176,19 @@ class DemoModel(nn.Module):
 
     def residuals(self, ids: Tensor) -> list[Tensor]:
         """The residual stream before each layer and after the last, [rows * length, hidden] fp32 each."""
-        return self._layers(ids)[0]
+        return self.layers(self.embedded(ids), self.rotary(*ids.shape), ids.shape)[0]
 
-    def _layers(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
-        s, (rows, length) = self.shape, ids.shape
-        cos, sin = self.rotary(rows, length)
-        x = F.embedding(ids.flatten(), self.embed)
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The embeddings of ids, [rows * length, hidden] fp32."""
+        return F.embedding(ids.flatten(), self.embed)
+
+    def layers(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], size: torch.Size, added: Sequence[Tensor] = ()
+    ) -> tuple[list[Tensor], Tensor]:
+        """The residual stream before each layer and after the last, and the loss of the experts' balance. `x` [rows *
+        length, hidden], `angles` (cos and sin) as of `rotary`, `size` (rows, length). `added`: [rows * length, hidden]
+        each, what the first layers' results are increased by."""
+        s, (rows, length), (cos, sin) = self.shape, size, angles
         found, balance = [x], torch.zeros((), device=x.device)
         for i in range(s.num_hidden_layers):
             qkv = self._project_qkv(
@@ -203,14 +210,21 @@ class DemoModel(nn.Module):
                     x, attn, self.wo[i], self.mlp_norm[i], self.w_gate[i], self.w_up[i], self.w_down[i],
                     s.rms_norm_eps, self.dtype,
                 )  # fmt: skip
+            if i < len(added):
+                x = x + added[i]
             found.append(x)
         return found, balance
 
     def forward(self, ids: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Loss (a scalar) and hits [rows, length] bool; ids, targets int64 and weights fp32, [rows, length]."""
-        found, balance = self._layers(ids)
+        found, balance = self.layers(self.embedded(ids), self.rotary(*ids.shape), ids.shape)
+        loss, hits = self.output(found[-1], targets, weights)
+        return loss + BALANCE_WEIGHT * balance, hits
+
+    def output(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss (a scalar) and hits [rows, length] bool, of the residual stream after the last layer."""
         loss, hits = self._output_loss(
-            found[-1], self.final_norm, self.embed, targets.flatten(), weights.flatten(),
+            x, self.final_norm, self.embed, targets.flatten(), weights.flatten(),
             self.shape.rms_norm_eps, self.dtype,
         )  # fmt: skip
-        return loss + BALANCE_WEIGHT * balance, hits.view_as(ids)
+        return loss, hits.view_as(targets)
