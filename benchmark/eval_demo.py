@@ -3,11 +3,13 @@
 mean accept length of a server that speculates.
 
     python benchmark/eval_demo.py --port 30000
+    python benchmark/eval_demo.py --pictures --alone --min-accuracy 0.95    # of a server with demo-vision
     python benchmark/eval_demo.py --num-items 1200 --json plain.json
     python benchmark/eval_demo.py --num-items 1200 --compare plain.json --max-loss 0.5
 
-The second and third call make a paired comparison: the same items, once on a plain server, once with the
-feature under test. In fp32 on the CPU every answer must be the same (--require-equal).
+The third and fourth call make a paired comparison: the same items, once on a plain server, once with the
+feature under test. In fp32 on the CPU every answer must be the same (--require-equal). --alone compares each item's
+answer when the server computes nothing else with that in company.
 Exit code: 1 when a request failed or a limit given on the command line was missed, 2 for bad arguments.
 """
 
@@ -22,12 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fenceline.ipc.progress import progress_bar
-from fenceline_demo.client import Reply, Server, ask_all, find_model, mean_accept_length, server_url
+from fenceline_demo.client import Reply, Server, ask_all, find_model, flush_cache, mean_accept_length, server_url
 from fenceline_demo.evaluation import (
     CATEGORIES,
     Answer,
     Comparison,
-    EvalItem,
+    Question,
     accuracy,
     by_category,
     compare,
@@ -36,9 +38,10 @@ from fenceline_demo.evaluation import (
     save_run,
     score,
 )
+from fenceline_demo.picture_chat import PICTURE_CATEGORIES, held_out_pictures
 
 
-def request_body(item: EvalItem, chat: bool) -> dict[str, object]:
+def request_body(item: Question, chat: bool) -> dict[str, object]:
     """The body of an item's request. A token is at least one byte, which bounds the answer's length."""
     body: dict[str, object] = {"max_tokens": len(item.item.answer) + 8, "temperature": 0.0}
     if chat:
@@ -46,7 +49,7 @@ def request_body(item: EvalItem, chat: bool) -> dict[str, object]:
     return {**body, "prompt": item.prompt(), "stop": ["\n"]}
 
 
-def ask(items: Sequence[EvalItem], server: Server, chat: bool, concurrency: int) -> list[Answer]:
+def ask(items: Sequence[Question], server: Server, chat: bool, concurrency: int) -> list[Answer]:
     """Asks every item and scores its reply; shows how far it is."""
     bodies = [request_body(item, chat) for item in items]
     endpoint = "/v1/chat/completions" if chat else "/v1/completions"
@@ -77,10 +80,10 @@ def print_report(answers: Sequence[Answer], duration_s: float, num_wrong_shown: 
         print(f"  {a.item_id}: expected {a.expected!r}, got {a.error or repr(a.text)}")
 
 
-def print_comparison(result: Comparison) -> None:
-    """What changed against the earlier run."""
+def print_comparison(name: str, result: Comparison) -> None:
+    """What changed against the run called `name`."""
     print(
-        f"against the earlier run, {result.num_shared} items: {len(result.changed)} answers differ, "
+        f"against {name}, {result.num_shared} items: {len(result.changed)} answers differ, "
         f"{len(result.newly_wrong)} newly wrong, {len(result.newly_right)} newly right, "
         f"loss {result.loss_points:+.2f} points"
     )
@@ -88,7 +91,7 @@ def print_comparison(result: Comparison) -> None:
         print(f"  differs: {item_id}")
 
 
-def failures(args: argparse.Namespace, answers: Sequence[Answer], result: Comparison | None) -> list[str]:
+def failures(args: argparse.Namespace, answers: Sequence[Answer], results: Sequence[Comparison]) -> list[str]:
     """The limits that were missed, one line each."""
     out = []
     errors = sum(bool(a.error) for a in answers)
@@ -96,10 +99,11 @@ def failures(args: argparse.Namespace, answers: Sequence[Answer], result: Compar
         out.append(f"{errors} requests failed")
     if args.min_accuracy is not None and accuracy(answers) < args.min_accuracy:
         out.append(f"accuracy {accuracy(answers):.4f} is below --min-accuracy {args.min_accuracy}")
-    if result is not None and args.max_loss is not None and result.loss_points > args.max_loss:
-        out.append(f"loss {result.loss_points:.2f} points is above --max-loss {args.max_loss}")
-    if result is not None and args.require_equal and result.changed:
-        out.append(f"{len(result.changed)} answers differ, and --require-equal was given")
+    for result in results:
+        if args.max_loss is not None and result.loss_points > args.max_loss:
+            out.append(f"loss {result.loss_points:.2f} points is above --max-loss {args.max_loss}")
+        if args.require_equal and result.changed:
+            out.append(f"{len(result.changed)} answers differ, and --require-equal was given")
     return out
 
 
@@ -116,34 +120,46 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="model name (default: the first one the server lists)")
     parser.add_argument("--num-items", type=int, default=400)
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight at once")
-    parser.add_argument("--categories", nargs="+", default=list(CATEGORIES), metavar="NAME", choices=CATEGORIES)
+    parser.add_argument("--pictures", action="store_true", help="questions about pictures, as --format chat")
+    parser.add_argument("--categories", nargs="+", metavar="NAME", help=f"of {CATEGORIES} or {PICTURE_CATEGORIES}")
     parser.add_argument("--format", choices=("completions", "chat"), default="completions")
     parser.add_argument("--seed", type=int, default=0, help="which held-out items")
+    parser.add_argument("--alone", action="store_true", help="ask one at a time first, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the run with each answer")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with an earlier run's --json")
     parser.add_argument("--min-accuracy", type=float, metavar="FRACTION", help="fail below it, e.g. 0.95")
-    parser.add_argument("--max-loss", type=float, metavar="POINTS", help="with --compare: fail above it, e.g. 0.5")
-    parser.add_argument("--require-equal", action="store_true", help="with --compare: fail if any answer differs")
+    parser.add_argument("--max-loss", type=float, metavar="POINTS", help="of a comparison: fail above it, e.g. 0.5")
+    parser.add_argument("--require-equal", action="store_true", help="fail if any answer differs in a comparison")
     parser.add_argument("--show-wrong", type=int, default=5, metavar="N", help="wrong answers to print")
     args = parser.parse_args(argv)
     if args.num_items < 1 or args.concurrency < 1:
         parser.error("--num-items and --concurrency must be at least 1")
     if args.min_accuracy is not None and not 0 <= args.min_accuracy <= 1:
         parser.error("--min-accuracy is a fraction between 0 and 1, such as 0.95")
-    if args.compare is None and (args.max_loss is not None or args.require_equal):
-        parser.error("--max-loss and --require-equal need --compare FILE")
+    if args.compare is None and not args.alone and (args.max_loss is not None or args.require_equal):
+        parser.error("--max-loss and --require-equal need --compare FILE or --alone")
+    known = PICTURE_CATEGORIES if args.pictures else CATEGORIES
+    args.categories = args.categories or list(known)
+    if unknown := sorted(set(args.categories) - set(known)):
+        parser.error(f"unknown --categories {' '.join(unknown)}: choose from {', '.join(known)}")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Asks, reports, compares; returns the exit code."""
     args = parse_args(argv)
-    chat = args.format == "chat"
+    chat = args.format == "chat" or args.pictures
+    others: dict[str, list[Answer]] = {}
     try:
-        earlier = load_run(args.compare) if args.compare else None
+        if args.compare:
+            others["the earlier run"] = load_run(args.compare)
         url = server_url(args.base_url, args.host, args.port)
         server = Server(url, args.model or asyncio.run(find_model(url, args.api_key)), args.api_key)
-        items = held_out_items(args.seed, args.num_items, tuple(args.categories))
+        make = held_out_pictures if args.pictures else held_out_items
+        items: Sequence[Question] = make(args.seed, args.num_items, tuple(args.categories))
+        if args.alone:
+            others["each alone"] = ask(items, server, chat, 1)
+            asyncio.run(flush_cache(server))  # otherwise nothing of the prompts would be computed in company
         started = time.perf_counter()
         answers = ask(items, server, chat, args.concurrency)
         duration_s = time.perf_counter() - started
@@ -154,13 +170,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             meta = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "api_key"}
             save_run(args.json, {**meta, "server": asdict(server)["base_url"], "duration_s": duration_s}, answers)
-        result = compare(earlier, answers) if earlier is not None else None
+        results = {name: compare(other, answers) for name, other in others.items()}
     except ValueError as e:
         print(f"eval_demo: {e}", file=sys.stderr)
         return 2
-    if result is not None:
-        print_comparison(result)
-    missed = failures(args, answers, result)
+    for name, result in results.items():
+        print_comparison(name, result)
+    missed = failures(args, answers, list(results.values()))
     for line in missed:
         print(f"FAILED: {line}")
     return 1 if missed else 0

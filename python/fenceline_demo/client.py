@@ -77,6 +77,19 @@ async def mean_accept_length(server: Server) -> float | None:
     return value if isinstance(value, float) else None
 
 
+async def flush_cache(server: Server) -> None:
+    """Has the server forget the prompts, and the pictures' embeddings, that it knows. Raises ValueError if it cannot be
+    asked or refuses."""
+    try:
+        async with aiohttp.ClientSession(headers=server.headers()) as session:
+            url = f"{server.base_url}/flush_cache"
+            async with session.post(url, params={"timeout": 10}, timeout=aiohttp.ClientTimeout(30)) as response:
+                if response.status != 200:
+                    raise ValueError(f"{url}: HTTP {response.status}: {(await response.text())[:300]}")
+    except (aiohttp.ClientError, TimeoutError) as e:
+        raise ValueError(f"{server.base_url}/flush_cache cannot be asked ({type(e).__name__}: {e})") from e
+
+
 async def ask_all(
     server: Server,
     endpoint: str,

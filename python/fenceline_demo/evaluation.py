@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import orjson
 
@@ -24,6 +25,24 @@ CATEGORIES = (*MAKERS, *LEDGER_CATEGORIES)
 NUM_SHOTS = 6
 QUESTIONS_PER_LEDGER = 4
 LEDGER_TOKENS = (1180, 3950)
+
+
+class Question(Protocol):
+    """A held-out question: an `EvalItem`, or a `picture_chat.PictureItem`."""
+
+    @property
+    def item_id(self) -> str: ...
+
+    @property
+    def item(self) -> Item: ...
+
+    def prompt(self) -> str:
+        """The completion prompt; of a question with pictures, what identifies it."""
+        ...
+
+    def messages(self) -> list[dict[str, object]]:
+        """The question as a conversation."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,7 @@ class EvalItem:
         """The completion prompt; the answer is the line that follows."""
         return self.context + self.shots + few_shot_text(self.item.question)
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, object]]:
         """The same question as a conversation of one user message, without shots."""
         return [{"role": "user", "content": self.context + self.item.question}]
 
@@ -121,7 +140,7 @@ def normalize(text: str) -> str:
     return text.strip()
 
 
-def score(item: EvalItem, prompt_text: str, reply: Reply) -> Answer:
+def score(item: Question, prompt_text: str, reply: Reply) -> Answer:
     """Score a reply. It is right if the whole answer is equal, except for white space around it."""
     digest = hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
     text = normalize(reply.text)
@@ -149,9 +168,9 @@ def accuracy(answers: Sequence[Answer]) -> float:
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """Answers by category, in the order of CATEGORIES, without empty categories."""
-    groups = {name: [a for a in answers if a.category == name] for name in CATEGORIES}
-    return {name: group for name, group in groups.items() if group}
+    """Answers by category, in the order in which these come first."""
+    names = dict.fromkeys(answer.category for answer in answers)
+    return {name: [answer for answer in answers if answer.category == name] for name in names}
 
 
 def compare(before: Sequence[Answer], after: Sequence[Answer]) -> Comparison:

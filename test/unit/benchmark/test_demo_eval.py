@@ -18,6 +18,7 @@ from aiohttp import web
 
 from fenceline_demo.client import Reply, server_url
 from fenceline_demo.evaluation import compare, held_out_items, load_run, score
+from fenceline_demo.picture_chat import held_out_pictures
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
 
@@ -59,7 +60,11 @@ def serving(answer: Answerer, accept_length: float | None = None) -> Iterator[in
         return web.json_response({"internal_states": [{"avg_spec_accept_length": accept_length}]})
 
     app = web.Application()
-    app.add_routes([web.get("/get_server_info", info)])
+
+    async def flush(request: web.Request) -> web.Response:
+        return web.Response(status=200 if answer({"flush": True}) else 400, text="busy")
+
+    app.add_routes([web.get("/get_server_info", info), web.post("/flush_cache", flush)])
     app.add_routes([web.post("/v1/completions", complete), web.post("/v1/chat/completions", complete)])
     app.add_routes([web.get("/v1/models", models)])
     loop, runner = asyncio.new_event_loop(), web.AppRunner(app)
@@ -140,6 +145,42 @@ def test_paired_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert EVAL.main([*flags, "--max-loss", "4"]) == 1
         assert EVAL.main([*flags, "--require-equal"]) == 1
     assert "3 answers differ, 2 newly wrong, 1 newly right, loss +4.17 points" in capsys.readouterr().out
+
+
+def _seeing(num_items: int, wrong_in_company: bool = False) -> Answerer:
+    """Answers questions about pictures, by all of a message; after a flush of the cache the second one wrongly, if
+    so."""
+    items = held_out_pictures(0, num_items)
+    table = {json.dumps(item.messages()): item.item.answer for item in items}
+    flushed = False
+
+    def answer(body: dict[str, object]) -> str:
+        nonlocal flushed
+        if "flush" in body:
+            flushed = True
+            return "flushed"
+        asked = json.dumps(body["messages"])
+        return "no idea" if flushed and wrong_in_company and asked == list(table)[1] else table[asked]
+
+    return answer
+
+
+def test_pictures_alone_and_in_company(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-items", "18", "--pictures", "--alone", "--require-equal"]
+    with serving(_seeing(18)) as port:
+        assert EVAL.main([*flags, "--port", str(port), "--min-accuracy", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "several" in out and "against each alone, 18 items: 0 answers differ" in out
+    with serving(_seeing(18, wrong_in_company=True)) as port:
+        assert EVAL.main([*flags, "--port", str(port)]) == 1
+    out = capsys.readouterr().out
+    assert "against each alone, 18 items: 1 answers differ, 1 newly wrong" in out and "differs: total-0" in out
+    with serving(lambda body: "" if "flush" in body else "red") as port:
+        assert EVAL.main([*flags, "--port", str(port)]) == 2
+    assert "HTTP 400: busy" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        EVAL.parse_args(["--pictures", "--categories", "add"])
+    assert "choose from count" in capsys.readouterr().err
 
 
 def test_failed_requests_fail_the_run(capsys: pytest.CaptureFixture[str]) -> None:
