@@ -32,7 +32,7 @@ from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
-from fenceline_proof.speculative_workloads import chains_of_models, draft_flags, several_layers, trees
+from fenceline_proof.speculative_workloads import chains_of_models, chains_that_see, draft_flags, several_layers, trees
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -412,8 +412,9 @@ def _fitting(flags: Flags) -> Flags:
 
 
 def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
-    """Another model in the place of the plain one in a share of the runs; its draft is a whole model. Those kinds of
-    attention that the engine asks for select no tokens, so that the sparse one comes with drafts."""
+    """Another model in the place of the plain one in a share of the runs; its draft is a whole model, or one that sees
+    pictures. Those kinds of attention that the engine asks for select no tokens, so that the sparse one comes with
+    drafts."""
     if random.random() >= share:
         return flags
     model = random.choice(("windows", "windows", "sparse", "experts", PICTURES, PICTURES, PICTURES))
@@ -423,7 +424,8 @@ def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
         return {**flags, "draft": random.choice(("NEAR", "ITSELF")), "model": model}
     others = ("speculative_", "depth_seed")  # the other draft's
     flags = {name: value for name, value in flags.items() if not name.startswith(others)}
-    return {**flags, **chains_of_models(random), "model": model}
+    drafts = chains_that_see(random) if model == PICTURES else chains_of_models(random)
+    return {**flags, **drafts, "model": model}
 
 
 _KINDS = tuple(partial(_everything, arrangement=some, engine=engine) for engine in _ENGINES for some in _ARRANGEMENTS)

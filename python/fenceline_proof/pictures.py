@@ -52,7 +52,8 @@ def _illustrated(request: TokenizedGenerateReq, exchanged: bool) -> TokenizedGen
 
 
 def with_pictures(scenario: Scenario, random: Random) -> Scenario:
-    """The same of the model with pictures, and in most runs so few rows for embeddings that none stay long."""
+    """The same of the model with pictures, and in most runs so few rows for embeddings that none stay long. A draft's
+    row of a picture's last token may be computed from the next picture's first ones."""
 
     def changed(message: Message) -> Message:
         if isinstance(message, UpdateWeightsReq) and message.model_path:
@@ -70,5 +71,7 @@ def with_pictures(scenario: Scenario, random: Random) -> Scenario:
     arrivals = tuple(replace(arrival, message=changed(arrival.message)) for arrival in scenario.arrivals)
     turns = {rid: followed(turn) for rid, turn in scenario.follow_ups.items()}
     rows = random.choice((_MOST, _MOST + 2, 2 * _MOST, 64))
+    if str(scenario.flags.get("draft", "")).startswith(("EAGLE", "NEXTN")):
+        rows = max(rows, 2 * _MOST + 2)
     flags: Flags = {**scenario.flags, "model": PICTURES, "embedding_rows": rows}
     return replace(scenario, flags=flags, arrivals=arrivals, follow_ups=turns)

@@ -28,6 +28,16 @@ def draft_flags(random: Random) -> Flags:
     return flags | _depths(random)
 
 
+def chains_that_see(random: Random) -> Flags:
+    """Drafts of the model with pictures, all of which see these; as often as not a whole model, which often agrees."""
+    if random.random() < 0.4:
+        return chains_of_models(random)
+    if random.random() < 0.4:
+        return several_layers(random)
+    draft = random.choice(("EAGLE3", "EAGLE3", "NEXTN"))
+    return {"draft": draft, "speculative_num_steps": random.choice((1, 2, 3)), **_depths(random)}
+
+
 def chains_of_models(random: Random) -> Flags:
     """A whole model as the draft, which any target of ``tiny_model`` has, and no trees, which need long windows."""
     num_steps = random.choice((1, 2, 3))

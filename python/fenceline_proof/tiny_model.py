@@ -165,10 +165,12 @@ def tiny_part(number: int) -> str:
 @lru_cache
 def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
     """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`. ``model``: its
-    target; of another than the plain one there are NEAR, ITSELF and NEXTN alone, the last of the sparse one."""
+    target; of the sparse one there are NEAR, ITSELF and NEXTN alone, of others but the plain one and that with pictures
+    the first two."""
     if name == "ITSELF":
         return "STANDALONE", tiny_model_path(model)
-    assert model == PLAIN or name in ("NEAR", "NEXTN"), f"a draft {name} of {model} has not been written"
+    is_written = model in (PLAIN, "pictures") or name in ("NEAR", "NEXTN")
+    assert is_written, f"a draft {name} of {model} has not been written"
     folder = _folder(f"draft-{name.lower().replace(' ', '-')}", _MODELS[model] | _DRAFTS[name])
     target = Path(tiny_model_path(model))
     weights = load_file(target / "model.safetensors")

@@ -28,7 +28,12 @@ from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, tier_flags
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.pictures import FIRST_PICTURE, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, PIECES, Arrival, Flags, Scenario, Script, Workload
-from fenceline_proof.speculative_workloads import SPECULATIVE_WORKLOADS, chains_of_models, trees_under_windows
+from fenceline_proof.speculative_workloads import (
+    SPECULATIVE_WORKLOADS,
+    chains_of_models,
+    chains_that_see,
+    trees_under_windows,
+)
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
 
@@ -238,15 +243,16 @@ def _sparse(random: Random) -> Scenario:
 
 def _pictures(random: Random) -> Scenario:
     """Prompts with pictures that fill the pool of embeddings, in chunks that end inside them, as prefixes on all tiers,
-    retracted, with other weights, beside drafts, and in pieces."""
+    retracted, with other weights, beside drafts that see them, and in pieces."""
     kinds = *_OF_ATTENTION, _prefixes, _bursts, _new_weights
     kinds += tuple(one.make for one in HICACHE_WORKLOADS if one.name in ("conversations", "storage"))
     scenario = random.choice(kinds)(random)
-    drafts = chains_of_models(random) if random.random() < 0.4 else {}
+    drafts = chains_that_see(random) if random.random() < 0.5 else {}
     between = PIECES if random.random() < 0.4 else {}
     flags = {**scenario.flags, **drafts, **between}
     if "hicache_storage_backend" not in flags:  # there all is aborted soon
-        flags["chunked_prefill_size"] = 8 if between else random.choice((4, 8))
+        looks_ahead = str(flags.get("draft", "")).startswith("NEXTN")
+        flags["chunked_prefill_size"] = 8 if between or looks_ahead else random.choice((4, 8))
     return with_pictures(replace(scenario, flags=flags), random)
 
 

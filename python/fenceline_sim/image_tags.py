@@ -75,19 +75,24 @@ class ImageTags:
 
 
 class StepImages:
-    """The images of a step: those that it encodes, in order, and those of its requests' tokens."""
+    """The images of a step: those that it encodes, in order, and those of its requests' tokens. After the target, each
+    layer of a draft reads the embeddings of the tokens from which it computes its rows."""
 
-    def __init__(self, images: ImageTags, seqs: Sequence[ImageSeq], batch: StepBatch, weights: str) -> None:
+    def __init__(
+        self, images: ImageTags, seqs: Sequence[ImageSeq], batch: StepBatch, weights: str, ahead: Sequence[int]
+    ) -> None:
+        """``ahead``: how many tokens further on those of each read begin."""
         self._images, self._seqs, self._weights = images, {seq.row: seq for seq in seqs}, weights
         self._decodes = batch.is_decode
         self._encodes = list(batch.encodes)
-        self._expected = [one for seq in seqs for one in self._of_tokens(seq)]
+        self._expected = [[one for seq in seqs for one in self._of_tokens(seq, shift)] for shift in ahead]
 
-    def _of_tokens(self, seq: ImageSeq) -> Iterator[tuple[str, _Embedding] | None]:
-        """Of each token that the step computes of a prompt: its name and the embedding that it takes, if any."""
+    def _of_tokens(self, seq: ImageSeq, shift: int) -> Iterator[tuple[str, _Embedding] | None]:
+        """Of each token of a prompt from which the step computes a row: its name and the embedding that it takes, if
+        any."""
         images = iter(seq.images)
         image: ImageInput | None = next(images, None)
-        for place in range(seq.first, seq.length):
+        for place in range(seq.first + shift, seq.length + shift):
             while image is not None and image.end <= place:
                 image = next(images, None)
             is_inside = image is not None and image.offset <= place
@@ -109,7 +114,8 @@ class StepImages:
     def _check_read(self, op: Operation, access: Access) -> None:
         assert access.rows is not None, "the pool is read by rows"
         rows = row_values(access.rows).tolist()
-        for row, expected in zip(rows, self._expected, strict=False):
+        expected_rows = self._expected[0] if len(self._expected) == 1 else self._expected.pop(0)
+        for row, expected in zip(rows, expected_rows, strict=False):
             held = None if row == SINK_ROW else self._images._held.get(row)
             right = None if expected is None else expected[1]
             if held != right:

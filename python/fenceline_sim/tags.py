@@ -607,6 +607,10 @@ class Tags:
         most = 0 if draft is None else draft.max_steps or 1
         num_layers = runner.model.num_layers
         self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
+        # The reads of images' embeddings in a step: by the target, then by each layer of a draft that sees them.
+        sees_images = runner.speculative is not None and runner.speculative.config.draft.sees_images
+        of_draft = () if not sees_images else range(1, most + 1) if draft is not None else (0,)
+        self._reads_ahead = (0, *of_draft)
         # How many tokens, its own among them, a query reads of each part; None: all in front of it.
         self.windows = [_window(runner, part.layer) for part in pool.layout.parts]
         self.memories: dict[Tag, SlotMemory] = {}
@@ -722,7 +726,7 @@ class Tags:
         if self.images is None:
             return None
         parts = [ImageSeq(one.account.name, one.row, one.first, one.length, one.account.images) for one in seqs]
-        return StepImages(self.images, parts, batch, self._weights)
+        return StepImages(self.images, parts, batch, self._weights, self._reads_ahead)
 
     @contextmanager
     def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:

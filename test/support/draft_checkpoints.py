@@ -70,15 +70,21 @@ def random_eagle(rng: Random, family: str) -> DraftCheckpoint:
     return made
 
 
-def random_eagle3(rng: Random) -> DraftCheckpoint:
-    """An EAGLE-3 draft; randomly with another width than the target, a part of the vocabulary, or explicit layer
-    ids."""
-    size = rng.choice([TARGET_SIZE, 40])
-    config = _sizes(rng, size) | {
-        "architectures": [rng.choice(["LlamaForCausalLMEagle3", "LlamaForCausalLM"])],
-        "num_hidden_layers": 1,
-        "attention_bias": rng.random() < 0.3,
-    }
+def random_eagle3(
+    rng: Random, vocab: int = VOCAB, size: int | None = None, others: Mapping[str, object] | None = None
+) -> DraftCheckpoint:
+    """An EAGLE-3 draft; randomly with another width than the target, if no ``size`` is given, a part of the vocabulary,
+    or explicit layer ids. ``others``: entries of its config.json that are replaced."""
+    size = size or rng.choice([TARGET_SIZE, 40])
+    config = (
+        _sizes(rng, size)
+        | {"vocab_size": vocab, **(others or {})}
+        | {
+            "architectures": [rng.choice(["LlamaForCausalLMEagle3", "LlamaForCausalLM"])],
+            "num_hidden_layers": 1,
+            "attention_bias": rng.random() < 0.3,
+        }
+    )
     num_aux = 3
     if rng.random() < 0.6:
         num_aux = rng.choice([1, 2, 3, 4])
@@ -92,14 +98,14 @@ def random_eagle3(rng: Random) -> DraftCheckpoint:
         made.tensors[f"{name}.weight"] = _ones_about(size)
     made.tensors |= _linear("fc", num_aux * TARGET_SIZE, size, bias=rng.random() < 0.3)
     if size != TARGET_SIZE or rng.random() < 0.3:
-        made.tensors["embed_tokens.weight"] = torch.randn(VOCAB, size)
-    head = rng.choice([37, VOCAB, None if size == TARGET_SIZE else VOCAB])
+        made.tensors["embed_tokens.weight"] = torch.randn(vocab, size)
+    head = rng.choice([37, vocab, None if size == TARGET_SIZE else vocab])
     if head is not None:
         config["draft_vocab_size"] = head
         made.tensors["lm_head.weight"] = torch.randn(head, size) * 0.1
-        ids = sorted(rng.sample(range(VOCAB), head))
+        ids = sorted(rng.sample(range(vocab), head))
         made.tensors["d2t"] = torch.tensor(ids) - torch.arange(head)
-        made.tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
+        made.tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
     return made
 
 
@@ -141,7 +147,10 @@ def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
     """Adds multi-token prediction layers to the checkpoint of a target, and returns all of it."""
     made = _read_one_file(directory, {"num_nextn_predict_layers": num_layers})
     config = made.config
-    family = {"mimo": "Qwen2", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(str(config["model_type"]), "Llama")
+    if isinstance(text := config.get("text_config"), dict):
+        config = text | {"num_nextn_predict_layers": num_layers}
+    kind = str(config["model_type"])
+    family = "Qwen3" if kind.startswith("qwen3") else "Qwen2" if kind.startswith(("mimo", "qwen2")) else "Llama"
     for index in range(num_layers):
         prefix = f"model.mtp_layers.{index}."
         made.tensors |= _layer(config, prefix, TARGET_SIZE, _biases(config, family), qk_norm=family == "Qwen3")
@@ -149,7 +158,7 @@ def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
         made.tensors |= {f"{prefix}{name}.weight": _ones_about(TARGET_SIZE) for name in norms}
         made.tensors |= _linear(f"{prefix}input_proj", 2 * TARGET_SIZE, TARGET_SIZE, bias=False)
     made.save(directory)
-    return made
+    return DraftCheckpoint(config, made.tensors)
 
 
 def _sizes(rng: Random, size: int) -> dict[str, object]:

@@ -15,10 +15,12 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """x [rows, heads, head_dim], row i at position i."""
+def rotate(x: torch.Tensor, theta: float, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, heads, head_dim]. ``positions`` [rows, head_dim / 2]: by which each pair turns; None: row i is at
+    position i."""
     half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    turns = torch.arange(len(x))[:, None] if positions is None else positions
+    angles = turns * theta ** (-torch.arange(half, dtype=torch.float64) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -26,12 +28,15 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 @dataclass
 class Reference:
-    """The computation of a draft for whole sequences: rows [n, ...] at positions 0 to n - 1."""
+    """The computation of a draft for whole sequences: rows [n, ...] at positions 0 to n - 1, or at ``positions``, see
+    :func:`rotate`. ``images`` [tokens, size]: embeddings in place of those of the ids, where they are not NaN."""
 
     tolerance: ClassVar[float] = 1e-4
     made: DraftCheckpoint
     embedding: torch.Tensor  # the draft's own or the target's
     head: torch.Tensor
+    positions: torch.Tensor | None = None
+    images: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.tensors = {name: tensor.double() for name, tensor in self.made.tensors.items()}
@@ -58,7 +63,8 @@ class Reference:
         v = self.heads(x, f"{prefix}v_proj", kv_heads)
         if f"{prefix}q_norm.weight" in self.tensors:
             q, k = self.norm(q, f"{prefix}q_norm"), self.norm(k, f"{prefix}k_norm")
-        q, k = rotate(q, theta), rotate(k, theta)
+        places = None if self.positions is None else self.positions[: len(x)]
+        q, k = rotate(q, theta, places), rotate(k, theta, places)
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         scores.masked_fill_(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
@@ -79,6 +85,9 @@ class Reference:
     def step(self, ids: torch.Tensor, hidden: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and next hidden states of all rows."""
         embedded = self.embedding[ids]
+        if self.images is not None:
+            shifted = self.images[1 + step : 1 + step + len(ids)]
+            embedded = torch.where(shifted.isnan(), embedded, shifted)
         if "midlayer.hidden_norm.weight" in self.tensors:
             both = (self.norm(embedded, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm"))
             x = self.block(hidden, "midlayer.", torch.cat(both, -1))

@@ -33,13 +33,16 @@ class DraftConfig:
     the target's: positions are the target's, whatever length the draft was trained at. For NEXTN it is the target's
     with as many layers as predict further tokens. ``draft_vocab_size`` is the size of the draft's head; None: that of
     the vocabulary. ``token_map``: the file of the tokens that the head has; None: the checkpoint says it.
-    ``aux_layers``: for EAGLE-3, the layers of the target whose inputs the draft reads (see ``AuxHiddenStates``)."""
+    ``aux_layers``: for EAGLE-3, the layers of the target whose inputs the draft reads (see ``AuxHiddenStates``).
+    ``sees_images``: where tokens are an image's, the draft reads the target's embeddings; a narrower or wider draft
+    cannot, and reads those of their ids."""
 
     algorithm: SpeculativeAlgorithm
     model: ModelConfig
     draft_vocab_size: int | None = None
     token_map: str | None = None
     aux_layers: tuple[int, ...] = ()
+    sees_images: bool = False
 
     @property
     def lookahead(self) -> int:
@@ -138,10 +141,11 @@ def read_draft_config(
     hf = read_model_json(Path(directory))
     family = _family(hf, algorithm)
     model = ModelConfig.from_dir(directory, {"architectures": [family]}, dtype=target.dtype)
-    model = dataclasses.replace(model, context_length=target.context_length, vision=None)  # it sees tokens alone
+    model = dataclasses.replace(model, context_length=target.context_length, vision=None)  # it has no tower
     _check_vocabulary(model, target, directory)
+    sees_images = target.vision is not None and model.hidden_size == target.hidden_size
     if algorithm is SpeculativeAlgorithm.STANDALONE:
-        return DraftConfig(algorithm=algorithm, model=model)
+        return DraftConfig(algorithm=algorithm, model=model, sees_images=sees_images)
     eagle3 = algorithm is SpeculativeAlgorithm.EAGLE3
     expected = _size(hf, "target_hidden_size", model.hidden_size) if eagle3 else model.hidden_size
     if expected != target.hidden_size:
@@ -151,7 +155,9 @@ def read_draft_config(
         )
     if not eagle3:
         num_known = None if token_map is None else len(read_token_map(token_map, model.vocab_size))
-        return DraftConfig(algorithm=algorithm, model=model, draft_vocab_size=num_known, token_map=token_map)
+        return DraftConfig(
+            algorithm=algorithm, model=model, draft_vocab_size=num_known, token_map=token_map, sees_images=sees_images
+        )
     if model.num_layers != 1:
         raise ConfigError(
             f"{directory}: num_hidden_layers is {model.num_layers}; EAGLE-3 drafts of one layer are supported"
@@ -167,6 +173,7 @@ def read_draft_config(
         model=model,
         draft_vocab_size=draft_vocab_size,
         aux_layers=_aux_layers(hf, target, directory),
+        sees_images=sees_images,
     )
 
 
@@ -216,7 +223,8 @@ def _read_nextn(directory: str | None, target: ModelConfig) -> DraftConfig:
     if model.indexer is not None:  # each of these layers has its own
         indexed = model.indexer.layers | set(model.layer_indices)
         model = dataclasses.replace(model, indexer=dataclasses.replace(model.indexer, layers=indexed))
-    return DraftConfig(algorithm=SpeculativeAlgorithm.NEXTN, model=model)
+    sees_images = target.vision is not None
+    return DraftConfig(algorithm=SpeculativeAlgorithm.NEXTN, model=model, sees_images=sees_images)
 
 
 def _family(hf: Mapping[str, object], algorithm: SpeculativeAlgorithm) -> str:

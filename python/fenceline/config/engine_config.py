@@ -244,7 +244,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
         piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, model, chunk or max_prefill_tokens),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
-        num_embedding_rows=_num_embedding_rows(model),
+        num_embedding_rows=_num_embedding_rows(model, speculative),
         images=image_rules(args, model),
         log_level_http=args.log_level_http or args.log_level,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
@@ -271,11 +271,13 @@ def _check_images(args: ServerArgs, model: ModelConfig, device: str, step_tokens
     )
 
 
-def _num_embedding_rows(model: ModelConfig) -> int:
-    """Two of the largest images that fit into a prompt, or many small ones."""
+def _num_embedding_rows(model: ModelConfig, speculative: SpeculativeConfig | None) -> int:
+    """Two of the largest images that fit into a prompt, with those between them from which a draft may compute its row
+    of one token; or many small ones."""
     if model.vision is None:
         return 0
-    return max(2 * min(model.vision.images.most_tokens, model.context_length), _LEAST_EMBEDDING_ROWS)
+    lookahead = 0 if speculative is None else speculative.draft.lookahead
+    return max(2 * min(model.vision.images.most_tokens, model.context_length) + lookahead, _LEAST_EMBEDDING_ROWS)
 
 
 def _with_keys_of_environment(args: ServerArgs) -> ServerArgs:

@@ -69,8 +69,8 @@ class ModelConfig:
     that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected. ``vision``
     is the tower of a model that reads images; None: it reads texts alone. ``rope_axes`` says by
     which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2 the column in an image; empty:
-    positions have one axis. ``recurrent_layers`` carry a state and do not attend, so that they have no rows in the KV
-    pool; ``recurrent`` has the sizes of gated delta nets.
+    all turn by time. ``recurrent_layers`` carry a state and do not attend, so that they have no rows in the KV pool;
+    ``recurrent`` has the sizes of gated delta nets.
     """
 
     model_path: str
@@ -117,6 +117,11 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def moves_positions(self) -> bool:
+        """Whether images give tokens positions of three axes, and move those of the tokens behind them."""
+        return self.vision is not None and bool(self.rope_axes)
 
     @property
     def layer_indices(self) -> range:
@@ -297,7 +302,7 @@ class ModelConfig:
             latent=sizes,
             indexer=indexer,
             vision=vision,
-            rope_axes=() if vision is None else _rope_axes(hf, int(rotary_dim * partial_rotary)),
+            rope_axes=_rope_axes(hf, int(rotary_dim * partial_rotary)),
             recurrent=recurrent,
             recurrent_layers=frozenset() if recurrent is None else recurrent.layers,
             sampling_defaults=_sampling_defaults(generation),

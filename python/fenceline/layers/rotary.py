@@ -62,7 +62,9 @@ class RotaryEmbedding:
         return self.table.gather(0, by_column.t())
 
     def placed(self, batch: ForwardBatch) -> ForwardBatch:
-        """``batch``, whose positions have several axes, as layers read it: with ``angles``."""
+        """``batch`` as layers read it: with ``angles`` if its positions have several axes."""
+        if len(batch.positions) == 1:
+            return batch
         rows = torch.arange(batch.num_tokens, device=self.table.device)
         return replace(batch, positions=(rows,), angles=self.angles(batch.positions))
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.draft_config import StepShape
-from fenceline.layers.forward_batch import AttentionPlan, AuxHiddenStates, ForwardBatch, ForwardMode
+from fenceline.layers.forward_batch import SINK_ROW, AttentionPlan, AuxHiddenStates, ForwardBatch, ForwardMode
 from fenceline.layers.kernels.speculative_operands import SINK_LEN, NextRow, Pieces
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
@@ -110,7 +110,8 @@ class DraftParts:
     the requests' ``state``. ``hidden`` and ``aux``: the target's hidden states of the rows that it verifies, of its
     last layer and of the layers that the draft also reads. ``draft_lens``: the lengths for the draft's current forward,
     which all its plans read. They have memory of their own, so that ``lens``, from which they are derived, is not
-    overwritten (F9). ``path_lens``: the lengths including the longest possible path."""
+    overwritten (F9). ``path_lens``: the lengths including the longest possible path. ``sees_images``: see
+    ``DraftConfig``."""
 
     device: Device
     model: CausalLM
@@ -123,6 +124,7 @@ class DraftParts:
     aux: Tensor
     draft_lens: Tensor
     path_lens: Tensor
+    sees_images: bool
 
     @property
     def vocab_size(self) -> int:
@@ -296,15 +298,29 @@ class HiddenDraft:
 
     def prefill_arrays(self, batch: StepBatch) -> Arrays:
         """What :meth:`after_prefill` needs in addition to the step's own inputs: for each layer the tokens that its
-        rows are computed from, ``draft_ids`` [layers * T] int64; 0 after the end of a prompt."""
+        rows are computed from, ``draft_ids`` [layers * T] int64; 0 after the end of a prompt. If the draft sees images,
+        ``draft_image_rows`` are the rows of the embeddings that these tokens take, as ``image_rows``."""
         padding = np.zeros(self.num_layers, np.int64)
         texts = [np.concatenate((chunk.token_ids, chunk.following, padding)) for chunk in batch.chunks]
-        ids = [
-            text[1 + layer : 1 + layer + len(chunk.token_ids)]
+        arrays: Arrays = {"draft_ids": self._shifted(batch, texts)}
+        if self.parts.sees_images and any(chunk.image_rows is not None for chunk in batch.chunks):
+            sizes = [len(chunk.token_ids) + self.num_layers for chunk in batch.chunks]
+            rows = [
+                np.full(size, SINK_ROW) if chunk.image_rows is None else chunk.image_rows
+                for chunk, size in zip(batch.chunks, sizes, strict=True)
+            ]
+            arrays["draft_image_rows"] = self._shifted(batch, rows)
+        return arrays
+
+    def _shifted(self, batch: StepBatch, values: Sequence[I64]) -> I64:
+        """For each layer the ``values`` of the tokens that its rows are computed from. Those of a chunk begin with its
+        first token's."""
+        shifted = [
+            of_chunk[1 + layer : 1 + layer + len(chunk.token_ids)]
             for layer in range(self.num_layers)
-            for text, chunk in zip(texts, batch.chunks, strict=True)
+            for of_chunk, chunk in zip(values, batch.chunks, strict=True)
         ]
-        return {"draft_ids": np.concatenate(ids).astype(np.int64)}
+        return np.concatenate(shifted).astype(np.int64)
 
     def after_prefill(self, extended: Extended, next_tokens: Tensor, sampling: SamplingBatch | None) -> None:
         """Compute the draft's rows of a prefill step. ``next_tokens`` [S] int64 are the tokens drawn for the requests
@@ -312,11 +328,27 @@ class HiddenDraft:
         parts, views, ends = self.parts, extended.views, _ends(extended, next_tokens)
         ids = views["draft_ids"].clone()
         ids[ends] = next_tokens
-        _, hidden = parts.draft.forward(_own(extended, ids, ends[:0]), self._target_hidden(extended), 0)
+        _, hidden = parts.draft.forward(self._own(extended, 0, ids, ends[:0]), self._target_hidden(extended), 0)
         if len(next_tokens):
             rows = views["sample_rows"]
             parts.state.hidden[rows, 0] = hidden[ends]
             parts.state.lens[rows] = views["sample_positions"] + 1
+
+    def _own(self, extended: Extended, layer: int, ids: Tensor, logits_index: Tensor) -> ForwardBatch:
+        """The target's batch with the ``ids`` from which a layer of the draft is computed."""
+        images = extended.batch.images
+        if images is not None:
+            shifted = extended.views.get("draft_image_rows")
+            images = None if shifted is None else replace(images, rows=shifted.view(self.num_layers, -1)[layer])
+        return replace(
+            extended.batch,
+            input_ids=ids,
+            logits_index=logits_index,
+            logits_out=None,
+            aux_hidden=None,
+            layer_ready=None,
+            images=images,
+        )
 
     def _target_hidden(self, extended: Extended) -> Tensor:
         aux = extended.batch.aux_hidden
@@ -379,7 +411,7 @@ class LayerDraft(HiddenDraft):
                 # The row this many tokens before the prompt's last one, if the prompt is that long.
                 behind = layer - ahead
                 ids[torch.where(positions[ends] < behind, ends, ends - behind)] = tokens
-            logits, hidden = parts.draft.forward(_own(extended, ids, ends), hidden, layer)
+            logits, hidden = parts.draft.forward(self._own(extended, layer, ids, ends), hidden, layer)
             if not len(next_tokens):
                 continue
             assert sampling is not None, "tokens have been drawn"
@@ -467,7 +499,10 @@ class WholeDraft(HiddenDraft):
 
     def after_prefill(self, extended: Extended, next_tokens: Tensor, sampling: SamplingBatch | None) -> None:
         parts, state, views, ends = self.parts, self.parts.state, extended.views, _ends(extended, next_tokens)
-        parts.draft.forward(replace(extended.batch, logits_index=ends[:0], images=None), state.hidden[:0, 0])
+        batch = replace(extended.batch, logits_index=ends[:0])
+        if not parts.sees_images:
+            batch = replace(batch, images=None)
+        parts.draft.forward(batch, state.hidden[:0, 0])
         if len(next_tokens):
             rows = views["sample_rows"]
             state.lens[rows] = views["sample_positions"] + 1
@@ -479,19 +514,6 @@ def _ends(extended: Extended, next_tokens: Tensor) -> Tensor:
     """The last token of each complete prompt."""
     assert extended.batch.logits_index is not None, "a prefill step has logits of some rows"
     return extended.batch.logits_index[: len(next_tokens)]
-
-
-def _own(extended: Extended, ids: Tensor, logits_index: Tensor) -> ForwardBatch:
-    """The target's batch with the ids from which a layer of the draft is computed."""
-    return replace(
-        extended.batch,
-        input_ids=ids,
-        logits_index=logits_index,
-        logits_out=None,
-        aux_hidden=None,
-        layer_ready=None,
-        images=None,
-    )
 
 
 def make_draft(parts: DraftParts, topk: int) -> HiddenDraft:

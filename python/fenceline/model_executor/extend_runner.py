@@ -109,8 +109,9 @@ class ExtendRunner:
         extended = None
         if speculative is not None:
             of_draft = self._parts.draft_attention.prefill
-            if of_draft is not self._parts.attention.prefill:
-                forward_batch = replace(forward_batch, attn=plan_extend(of_draft, attention, self._least_expanded))
+            if attention.whole or of_draft is not self._parts.attention.prefill:
+                causal = replace(attention, whole=())  # a draft's row of an image depends on what is behind it
+                forward_batch = replace(forward_batch, attn=plan_extend(of_draft, causal, self._least_expanded))
             extended = Extended(forward_batch, x, views)
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has waited for it: all later submissions come after the load
@@ -237,7 +238,10 @@ def _image_arrays(batch: StepBatch, moves_positions: bool) -> Arrays:
     chunks = batch.chunks
     if any(chunk.image_rows is not None for chunk in chunks):
         arrays["image_rows"] = concatenated(
-            [np.full(len(one.token_ids), SINK_ROW) if one.image_rows is None else one.image_rows for one in chunks]
+            [
+                np.full(size, SINK_ROW) if one.image_rows is None else one.image_rows[:size]
+                for one, size in zip(chunks, [len(chunk.token_ids) for chunk in chunks], strict=True)
+            ]
         )
     if moves_positions:
         arrays["position_deltas"] = np.array([chunk.position_delta for chunk in chunks], dtype=np.int64)

@@ -95,8 +95,7 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     max_tokens_per_req = config.model.context_length + largest.num_slots - 1
     max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
     check_row_bytes(config, device, num_rows, max_pages_per_req)
-    moves_positions = bool(config.model.rope_axes)
-    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device, moves_positions)
+    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device, config.model.moves_positions)
     embeddings = None
     if model.vision is not None:
         size = config.num_embedding_rows + 1, model.vision.width

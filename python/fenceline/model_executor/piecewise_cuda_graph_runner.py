@@ -62,7 +62,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._captured: dict[int, _Captured] = {}
         self._aux_layers = aux_layers
         self._embeddings = None if parts.embeddings is None else parts.embeddings.rows
-        self._has_axes = bool(model.config.rope_axes)
+        self._has_axes = model.config.moves_positions
         self.arena = Arena(device, "prefill", sizes[-1], (*self._plan_fields(), *model.arena_fields()))
         self._outputs = [f.name for f in self.arena.fields.values() if f.role is Role.OUTPUT]
         self._inputs = [f.name for f in self.arena.fields.values() if f.role is Role.INPUT]

@@ -114,7 +114,7 @@ class SpeculativeRunner(GraphRunner):
         self._hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
         self._aux = torch.zeros(num_rows, len(self._aux_layers) * hidden_size, dtype=dtype, device=where)
         path_lens = self.arena["seq_lens"] if self._path_lens is None else self._path_lens
-        kept = self.arena, self.state, self._hidden, self._aux, draft_lens, path_lens
+        kept = self.arena, self.state, self._hidden, self._aux, draft_lens, path_lens, config.draft.sees_images
         self._parts = DraftParts(device, model, draft, parts.kv_pool, parts.req_pool, *kept)
         self.draft = make_draft(self._parts, topk)
         chain = Chain(self.draft, config.simulated_accept_length)

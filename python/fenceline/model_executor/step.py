@@ -72,8 +72,9 @@ class Chunk:
     the next one; ``top_logprobs`` and ``token_ids_logprob`` say which further logprobs are wanted there. ``history``
     (prompt ids, output ids) is given if the request has penalties and samples its first token in this step.
 
-    Of a prompt with images: ``image_rows`` [T] has for each token of one the row of its embedding in the device's pool,
-    and the sink's for all others; None: the chunk has no such tokens. ``axes`` [3, T] are the tokens' positions where
+    Of a prompt with images: ``image_rows`` [T + n] has for each token of one the row of its embedding in the device's
+    pool, and the sink's for all others; the last n are those of the tokens behind the chunk of which a draft reads
+    embeddings. None: there are no such tokens. ``axes`` [3, T] are the tokens' positions where
     these have three axes; None: all three are the token's place in the prompt. ``position_delta`` is how far positions
     behind the prompt are from the tokens' places. ``whole``: (first, end) of the tokens of one image, which attend to
     one another if the model does so."""

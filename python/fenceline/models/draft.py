@@ -150,13 +150,19 @@ class SharingDraft(DraftModel):
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.lm_head.own_logits(hidden_states, self.head_norm, out)
 
-    def joined(self, ids: torch.Tensor, hidden_states: torch.Tensor, norms: JoinNorms | None = None) -> torch.Tensor:
-        """The embeddings of ``ids`` [T] concatenated with ``hidden_states`` [T, hidden_size], each normalised if
+    def embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        """The embeddings [T, hidden_size] of the batch's tokens, those of images as the target has computed them."""
+        x = self.embed_tokens.forward(batch.input_ids)
+        return x if batch.images is None else batch.images.merged(x)
+
+    def joined(self, batch: ForwardBatch, hidden_states: torch.Tensor, norms: JoinNorms | None = None) -> torch.Tensor:
+        """The embeddings of the batch's tokens concatenated with ``hidden_states`` [T, hidden_size], each normalised if
         ``norms`` is given: [T, 2 * hidden_size]."""
         table = self.embed_tokens
-        if table.shard.size == 1 and table.embedding_scale == 1.0:
-            return embed_and_join(ids, table.weight.data, hidden_states, norms)
-        embedded = table.forward(ids)
+        is_plain = batch.images is None and batch.angles is None  # a kernel that reads angles early may not come next
+        if table.shard.size == 1 and table.embedding_scale == 1.0 and is_plain:
+            return embed_and_join(batch.input_ids, table.weight.data, hidden_states, norms)
+        embedded = self.embedded(batch)
         if norms is not None:
             embedded = self.kernels.rms_norm(embedded, norms.embeddings, norms.eps)
             hidden_states = self.kernels.rms_norm(hidden_states, norms.hidden, norms.eps)
@@ -207,7 +213,7 @@ def _rotary(model: ModelConfig, target: CausalLM) -> RotaryEmbedding:
 
     def parameters(config: ModelConfig) -> tuple[object, ...]:
         positions = config.context_length, config.rope_theta, config.rope_scaling
-        return config.rotary_dim, *positions, config.partial_rotary_factor, config.rope_interleaved
+        return config.rotary_dim, *positions, config.partial_rotary_factor, config.rope_interleaved, config.rope_axes
 
     if parameters(model) == parameters(target.config):
         return target.rotary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import reduce
 from types import MappingProxyType
 
 import torch
@@ -49,7 +50,8 @@ class EagleDraft(SharingDraft):
     def forward(
         self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.fc.forward(self.joined(batch.input_ids, hidden_states))
+        batch = self.rotary.placed(batch)
+        x = self.fc.forward(self.joined(batch, hidden_states))
         for layer in self.layers:
             x = layer.forward(x, batch)
         return self.logits(logits_rows(x, batch), batch.logits_out), x
@@ -97,7 +99,8 @@ class Eagle3Draft(SharingDraft):
         self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norms = JoinNorms(self.input_norm.weight, self.hidden_norm.weight, self.input_norm.eps)
-        both = self.joined(batch.input_ids, hidden_states, norms)
+        batch = self.rotary.placed(batch)
+        both = self.joined(batch, hidden_states, norms)
         attention = self.midlayer.self_attn
         attended = attention.attend(attention.project(both, batch), batch)
         x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended), batch)
@@ -201,12 +204,13 @@ class MTPDraft(SharingDraft):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.max_steps is None or step < self.max_steps, f"step {step} of {self.max_steps} layers"
         layer = self.mtp_layers[0 if self.max_steps is None else step]
+        positions, batch = batch.positions, self.rotary.placed(batch)
         if self.config.model.appended_mtp:
             norms = JoinNorms(layer.token_norm.weight, layer.hidden_norm.weight, layer.token_norm.eps)
-            both = self.joined(batch.input_ids, hidden_states, norms)
+            both = self.joined(batch, hidden_states, norms)
         else:
-            embedded = self.embed_tokens.forward(batch.input_ids)
-            embedded = embedded.masked_fill((batch.positions[0] == 0).unsqueeze(1), 0.0)
+            is_first = reduce(torch.maximum, positions) == 0
+            embedded = self.embedded(batch).masked_fill(is_first.unsqueeze(1), 0.0)
             both = torch.cat((layer.hidden_norm.forward(hidden_states), layer.token_norm.forward(embedded)), dim=-1)
         x = layer.forward(both, batch)
         return self.logits(logits_rows(x, batch), batch.logits_out), x

@@ -45,14 +45,18 @@ class ImageCache:
     """Leases the rows of the pool. One thread, the scheduler's, calls it, and its decisions are a function of these
     calls."""
 
-    def __init__(self, num_rows: int, has_axes: bool, sees_whole: bool = False, most_computed: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, has_axes: bool, sees_whole: bool = False, most_computed: int = 0, lookahead: int = 0
+    ) -> None:
         """``num_rows``: embeddings of the pool, without the sink; 0 for a model without a tower. ``has_axes``: whether
         the tokens' positions have three axes. ``sees_whole``: whether the tokens of an image attend to one another, so
         that one step computes all of them that are not cached. ``most_computed``: embeddings that one step computes,
-        apart from those of a single larger image, so that requests beside it do not wait for many images."""
+        apart from those of a single larger image, so that requests beside it do not wait for many images.
+        ``lookahead``: of how many tokens behind a chunk a draft reads the embeddings."""
         self.most_in_step = num_rows  # embeddings of the images that one step reads
         self.rows = LeasePool("image embeddings", num_rows + 1, reserved=min(num_rows, 1))
         self._has_axes, self._sees_whole, self._most_computed = has_axes, sees_whole, most_computed
+        self._lookahead = lookahead
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._planned: list[_Entry] = []  # of the step that is launched next
         self.num_computed = 0  # images whose embeddings were computed
@@ -64,22 +68,33 @@ class ImageCache:
         are not more than ``most``."""
         num_used = sum(step.used.values())
         num_computed = sum([len(encode.rows) for encode in step.encodes])
-        added: set[bytes] = set()
-        for image in _within(images, start, start + size):
+        is_alone, added = num_computed == 0, set[bytes]()
+        for image in _within(images, start, start + size + self._lookahead):
+            if image.offset >= start + size + self._lookahead:
+                break
+            num_before = self._num_before(images, image, start)
             if image.digest not in step.used and image.digest not in added:
                 num_used += image.num_tokens
                 added.add(image.digest)
                 if image.digest not in self._entries:
-                    is_first = num_computed == 0
+                    is_first = num_computed == 0 or (is_alone and num_before == 0)
                     num_computed += image.num_tokens
                     if not is_first and num_computed > self._most_computed:
-                        return max(image.offset - start, 0)
+                        return num_before
             if num_used > self.most_in_step:
-                return max(image.offset - start, 0)
-            if self._sees_whole and start + size < image.end:
+                return num_before
+            if self._sees_whole and image.offset < start + size < image.end:
                 size = image.offset - start if image.offset > start else image.end - start
-                return size if size <= most else 0
+                if size > most:
+                    return 0
         return size
+
+    def _num_before(self, images: Sequence[ImageInput], image: ImageInput, start: int) -> int:
+        """How many tokens from ``start`` on can be computed without the embeddings of ``image``."""
+        end = image.offset - self._lookahead
+        if self._sees_whole:
+            end = next((one.offset for one in _within(images, end, end)), end)
+        return max(end - start, 0)
 
     def whole(self, images: Sequence[ImageInput], start: int, size: int) -> tuple[tuple[int, int], ...]:
         """``Chunk.whole`` of the ``size`` tokens from ``start`` on."""
@@ -88,9 +103,11 @@ class ImageCache:
         return tuple([(max(one.offset - start, 0), one.end - start) for one in _within(images, start, start + size)])
 
     def take(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int) -> I64 | None:
-        """The rows [size] of a chunk's tokens, the sink's for those of no image; None if no token is of one. There must
-        be ``room``. Images whose embeddings are not there are added to ``step.encodes``."""
+        """The rows [size + lookahead] of a chunk's tokens and those behind it, the sink's for those of no image; None
+        if no token is of one. There must be ``room``. Images whose embeddings are not there are added to
+        ``step.encodes``."""
         rows: I64 | None = None
+        size += self._lookahead
         for image in _within(images, start, start + size):
             of_image = self._rows_of(step, image)
             rows = np.zeros(size, dtype=np.int64) if rows is None else rows

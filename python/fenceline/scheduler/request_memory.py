@@ -536,8 +536,13 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     tree.images = ImageKeys(told_by(worker.device, IMAGE_KEYS), told_by(worker.device, IMAGE_NAMES))
     vision = config.model.vision
     sees_whole = vision is not None and vision.sees_whole
-    most_computed = config.chunked_prefill_size or config.max_prefill_tokens
-    images = ImageCache(config.num_embedding_rows, bool(config.model.rope_axes), sees_whole, most_computed)
+    images = ImageCache(
+        config.num_embedding_rows,
+        config.model.moves_positions,
+        sees_whole,
+        config.chunked_prefill_size or config.max_prefill_tokens,
+        lookahead=draft.lookahead if draft is not None and draft.sees_images else 0,
+    )
     images.most_in_step = step_embeddings(worker.device, images.most_in_step)
     grid = 0 if worker.states is None else worker.states.grid
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, grid)

@@ -198,6 +198,8 @@ class Scheduler:
                 self.publisher.end(req, why, 400)
             self.publisher.output.flush()
             flight = self.masks.sampled()
+        if flight is not None:
+            self.memory.images.launched(flight.result.done)  # a draft reads embeddings after the sampling
         if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
             flight = None
@@ -285,7 +287,6 @@ class Scheduler:
             req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
         ]
         flight = self.launch(plan.batch, plan.reqs)
-        self.memory.images.launched(flight.result.done)
         # After the launch, so that the log line does not delay the device.
         self.stats.prefill(plan, len(self.running), self.waiting.num_reqs)
         return flight

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, assert_right, capacity, expected_output, make_tiered_driver, request
@@ -15,6 +16,8 @@ from fenceline.config.vision import VisionConfig
 from fenceline.images.image_input import ImageInput
 from fenceline.images.prepare import ImageSettings
 from fenceline.ipc.io_struct import ContinueGenerationReq, FlushCacheReq, PauseGenerationReq, TokenizedGenerateReq
+from fenceline.memory_order import open_device
+from fenceline.scheduler.image_cache import ImageCache, StepImages
 
 _DIGESTS = [bytes(16), bytes(15) + b"\1", b"\1" + bytes(15), b"\0\0\0\1" * 4, b"\1\0\0\0" * 4]
 _SIZES = [(2, 3), (2, 3), (2, 3), (3, 2), (1, 1)]
@@ -99,6 +102,34 @@ def test_conversations_are_answered_as_without_caches(
                 driver.send(FlushCacheReq(id="f"))
     driver.run()
     assert_right(driver, *sent)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 2, -1, -2, -4, -5]), min_size=1, max_size=12), st.integers(0, 3), st.booleans(),
+    st.integers(12, 20), st.sampled_from([0, 6, 12, 99]),
+)  # fmt: skip
+def test_a_prompt_goes_on_whatever_is_read_ahead(
+    parts: list[int], lookahead: int, sees_whole: bool, chunk: int, most_computed: int
+) -> None:
+    """With room for two images, each step gets the rows of its own tokens and of those that a draft reads, though the
+    images stand side by side; and no step ends within an image that is seen whole."""
+    asked, done = _asked("r", parts, 1), open_device("cpu").forward.record()
+    cache = ImageCache(12 + lookahead, False, sees_whole, most_computed, lookahead)
+    start, total = 0, len(asked.input_ids)
+    while start < total:
+        step = StepImages()
+        size = cache.room(step, asked.images, start, min(chunk, total - start), chunk)
+        assert size > 0
+        rows = cache.take(step, asked.images, start, size)
+        right = np.zeros(size + lookahead, dtype=np.int64)
+        for image in asked.images:
+            for place in range(max(image.offset, start), min(image.end, start + size + lookahead)):
+                right[place - start] = cache._entries[image.digest].rows[place - image.offset]
+        assert np.array_equal(right, right * 0 if rows is None else rows)
+        start += size
+        assert not sees_whole or not any(image.offset < start < image.end for image in asked.images)
+        cache.launched(done)
 
 
 def test_a_prompt_that_is_not_split_goes_on_alone() -> None:
