@@ -103,9 +103,13 @@ class StepImages:
         """``op`` has accessed memory."""
         images = self._images
         if access.tag is images._pool and writes:
-            encode = self._encodes.pop(0)
-            for token, row in enumerate(encode.rows.tolist()):
-                images._held[row] = _Embedding(encode.image.digest, token, self._weights)
+            assert access.rows is not None, "the pool is written by rows"
+            num_written = 0
+            while num_written < len(row_values(access.rows)):  # one call of the tower computes several images
+                encode = self._encodes.pop(0)
+                num_written += len(encode.rows)
+                for token, row in enumerate(encode.rows.tolist()):
+                    images._held[row] = _Embedding(encode.image.digest, token, self._weights)
         elif access.tag is images._pool:
             self._check_read(op, access)
         elif access.tag is images._deltas and self._decodes:
