@@ -99,7 +99,7 @@ def test_an_aborted_request_leaves_no_wrong_state(after: int) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_pauses_and_flushes_keep_the_books(mode: str) -> None:
     driver = make_driver(num_snapshots=3)
-    reqs = [request(f"r{n}", _prompt(n, 20), max_new_tokens=20, ignore_eos=True) for n in range(3)]
+    reqs = [request(f"r{n}", _prompt(n, 20), max_new_tokens=18, ignore_eos=True) for n in range(3)]
     driver.send(*reqs)
     for _ in range(6):
         driver.step()
