@@ -89,6 +89,8 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
     if (sizes := model.latent) is not None:
         shapes["self_attn.kv_a_proj_with_mqa.weight"] = (sizes.width, hidden)
         shapes["self_attn.o_proj.weight"] = (hidden, model.num_heads * sizes.v_head_dim)
+    if model.recurrent is not None:  # attention between gated delta nets has gates, a row for each of the queries'
+        shapes["self_attn.q_proj.weight"] = (2 * heads, hidden)
     stored_as = model.quantization
     is_plain = stored_as is None or stored_as.method == ON_LINE_METHOD
     head = next((name for name in tensors if name.startswith("lm_head.")), None)

@@ -1,0 +1,98 @@
+"""A model with recurrent layers in the whole engine, on the CPU: tokens are those of transformers, and the same bits
+however requests are cut, batched, cached and retracted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_parity import save_checkpoint
+from scheduler_driver import Driver, answers, make_model_driver, request
+
+from fenceline.ipc.io_struct import TokenizedGenerateReq
+
+_LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    directory = tmp_path_factory.mktemp("hybrid")
+    return directory, save_checkpoint("qwen3-next", directory)
+
+
+def _driver(directory: Path, **flags: object) -> Driver:
+    return make_model_driver(model_path=str(directory), enable_deterministic_inference=True, **flags)
+
+
+def _prompt(first: int, num_tokens: int) -> list[int]:
+    return [2 + (first * 7 + number * number) % 90 for number in range(num_tokens)]
+
+
+def _request(rid: str, prompt: list[int], num_new: int) -> TokenizedGenerateReq:
+    return request(rid, prompt, temperature=0.0, max_new_tokens=num_new, ignore_eos=True, return_logprob=True)
+
+
+def _reqs(name: str = "") -> list[TokenizedGenerateReq]:
+    return [_request(f"{name}{length}", _prompt(length, length), 20) for length in _LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: tuple[Path, torch.nn.Module]) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens and logprobs of each request alone, whole, without a cache."""
+    driver = _driver(checkpoint[0], disable_radix_cache=True)
+    return _told(driver, _reqs(), one_by_one=True)
+
+
+def _told(
+    driver: Driver, reqs: list[TokenizedGenerateReq], one_by_one: bool = False
+) -> tuple[list[list[int]], list[list[float]]]:
+    groups = [[req] for req in reqs] if one_by_one else [reqs]
+    tokens = [told for group in groups for told in answers(driver, group)]
+    return tokens, [driver.output_logprobs[req.rid] for req in reqs]
+
+
+@torch.inference_mode()
+def test_tokens_are_those_of_transformers(
+    checkpoint: tuple[Path, torch.nn.Module], alone: tuple[list[list[int]], list[list[float]]]
+) -> None:
+    _, reference = checkpoint
+    for req, output in zip(_reqs(), alone[0], strict=True):
+        tokens = [*req.input_ids, *output]
+        logits = reference(torch.tensor([tokens[:-1]])).logits[0, len(req.input_ids) - 1 :]
+        best = logits.max(-1).values
+        chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+        assert bool((best - chosen < 1e-3).all())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"chunked_prefill_size": 48},
+        {"max_total_tokens": 464, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
+        {"disable_overlap_schedule": True, "page_size": 64},
+    ],
+)
+def test_company_and_cuts_change_no_bit(
+    checkpoint: tuple[Path, torch.nn.Module], alone: tuple[list[list[int]], list[list[float]]], flags: dict[str, object]
+) -> None:
+    driver = _driver(checkpoint[0], **flags)
+    for name in ("first", "again"):
+        assert _told(driver, _reqs(name)) == alone
+    if "max_total_tokens" in flags:
+        assert driver.scheduler.stats.num_retractions > 0
+
+
+def test_a_conversation_goes_on_from_its_answers_state(
+    checkpoint: tuple[Path, torch.nn.Module], alone: tuple[list[list[int]], list[list[float]]]
+) -> None:
+    driver = _driver(checkpoint[0])
+    first = _reqs("first")[2]
+    assert answers(driver, [first]) == [alone[0][2]]
+    tokens = [*first.input_ids, *alone[0][2], 5, 6, 7]
+    second = _request("second", tokens, 3)
+    told = _told(driver, [second])
+    last = driver.answers["second"].last
+    assert last is not None and last.cached_tokens == 128
+    fresh = _driver(checkpoint[0], disable_radix_cache=True)
+    assert told == _told(fresh, [second])
