@@ -47,7 +47,8 @@ _MARKS = [
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% if part.type == 'text' %}{{ part.text }}"
+    "{% elif part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from fenceline.benchmarking.args import BenchArgs, build_parser, image_size
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.layers.context import Shard, torch_context
 from fenceline.models.families import make_model
@@ -152,9 +152,9 @@ def test_the_shape_that_reads_images_is_the_real_one(tmp_path: Path) -> None:
         layers = make_model(replace(model, context_length=1), torch_context(Shard(), torch.bfloat16))
     assert sum(math.prod(slot.full_shape) for slot in layers.weight_slots().values()) == pytest.approx(8.29e9, 0.01)
     assert kv_bytes_per_token("qwen2.5-vl-7b") == kv_bytes_per_token("qwen2.5-7b") == 56 * 1024
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-    parts = [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "what"}]
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": parts}], return_dict=False)
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}
+    ids = load_tokenizer(folder).encode(ChatTemplate(template, {}).render([message]))
     assert ids.count(model.vision.placeholder) == 1
     assert loads_of("qwen2.5-7b") == list(LOADS) and loads_of("qwen2.5-vl-7b") == list(ALL_LOADS)
 
