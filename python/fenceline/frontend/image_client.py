@@ -34,7 +34,7 @@ MAX_FETCHES = 8  # at a time, until what they bring is decoded
 LOW_PIXELS = 512 * 512  # of an image with the detail "low"
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+|application/octet-stream)?(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
 _MAX_PREFIX_CHARS = 256
-_LONG_CHARS = 1 << 20  # of a file, whose digest then takes so long that others would wait
+_LONG_CHARS = 1 << 17  # of a file whose digest takes so long that others would wait for those of many
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 

@@ -43,10 +43,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return get
 
 
-def encode(tower: VisionTower, images: Sequence[ImageInput]) -> torch.Tensor:
-    """The embeddings of ``images``, computed together, row by row of each."""
+def encode(tower: VisionTower, images: Sequence[ImageInput], together: bool = True) -> torch.Tensor:
+    """The embeddings of ``images``, row by row of each."""
     pool = EmbeddingPool(1 + sum(image.num_tokens for image in images), tower.width, torch.float32, torch.device("cpu"))
-    encoder = ImageEncoder(tower, pool, together=True)
+    encoder = ImageEncoder(tower, pool, together)
     ends = [*accumulate([image.num_tokens for image in images], initial=1)]
     encodes = [Encode(image, np.arange(*span)) for image, span in zip(images, pairwise(ends), strict=True)]
     arrays = encoder.arrays(encodes)
@@ -108,11 +108,12 @@ def test_embeddings_of_frames_are_those_of_transformers(
 def test_embeddings_do_not_depend_on_the_company(
     saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], name: str
 ) -> None:
-    """Images of other sizes before and behind, and one of the same size."""
+    """Images of other sizes before and behind, and one of the same size; one after the other, to the last bit."""
     tower = tower_of(saved(name)[0])
     images = [prepare(picture(*size, seed), tower.config.images) for seed, size in enumerate([*SIZES, SIZES[1]])]
     alone = [encode(tower, [image]) for image in images]
     assert not torch.equal(alone[1], alone[-1])
+    assert torch.equal(encode(tower, images, together=False), torch.cat(alone))
     together = encode(tower, images).split([image.num_tokens for image in images])
     for number, (one, other) in enumerate(zip(alone, together, strict=True)):
         torch.testing.assert_close(other, one, rtol=0, atol=2e-6 * float(one.abs().max()), msg=f"image {number}")
