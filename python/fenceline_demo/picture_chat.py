@@ -190,7 +190,7 @@ def by_size(pictures: Iterable[tuple[Picture, ImageInput]]) -> dict[tuple[int, i
         groups.setdefault(image.grid, []).append((image, picture))
     return {
         grid: Pictures(
-            np.stack([image.array() for image, _ in group]), np.stack([picture.labels(*grid) for _, picture in group])
+            np.stack([image.array()[0] for image, _ in group]), np.stack([picture.labels(*grid) for _, picture in group])
         )
         for grid, group in groups.items()
     }
@@ -233,7 +233,7 @@ def build_rows(conversations: list[Conversation], length: int, encoder: FastEnco
             if len(tokens) + len(new) + more > length + 1:
                 break
             tokens, marks, used = tokens + new, marks + mask, used + num_images
-        expanded, placed = expand_placeholders(tokens, images[:used], placeholder)
+        expanded, placed = expand_placeholders(tokens, images[:used], (placeholder, -1))
         found = np.asarray(expanded)
         ids[row, : len(found)] = found
         is_answer[row, np.flatnonzero(found != placeholder)] = np.array(marks)[np.array(tokens) != placeholder]

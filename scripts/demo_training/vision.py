@@ -3,6 +3,7 @@ model with three axes of positions, reads in place of those of placeholder token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ SECTIONS = (6, 5, 5)
 """Of the pairs of a text head's features: how many turn by a token's time, row and column, interleaved."""
 LABEL_WEIGHT = 0.2
 """Of the loss of labels, when the whole model is trained."""
+_NEARNESS = 3.5  # of the first biases; a patch next to the favoured one has a third of its weight
 _EPS = 1e-6
 _THETA = 10_000.0
 FRAMES = 2
@@ -71,6 +73,24 @@ class Tower(nn.Module):
         self.merger_norm, self.merger_norm_bias = vector(1.0, size), vector(0.0, size)
         self.deep_norms, self.deep_norm_biases = vector(1.0, mergers - 1, square), vector(0.0, mergers - 1, square)
         self.labels, self.label_bias = vector(0.0, sum(NUM_LABELS), out_size), vector(0.0, sum(NUM_LABELS))
+
+        self._look_around()
+
+    @torch.no_grad()
+    def _look_around(self) -> None:
+        """Sets the biases of queries and keys so that each head begins with the patches on one side of its own: near
+        patches belong together, which a tower would take long to find out. Rotations make of equal vectors a product
+        that is largest for equal places, and of one that is turned by some angle, for places so far apart."""
+        shape = self.shape
+        quarter = shape.hidden_size // shape.num_heads // 4
+        biases = self.qkv_bias.view(shape.depth, 3, shape.num_heads, 2, 2, quarter)  # axis, then row or column
+        for head in range(shape.num_heads):
+            for axis, distance in enumerate((0.8 * (-1) ** head, 0.8 * (-1) ** (head // 2))):
+                for number in range(2):  # the fastest turn, and the next, because the first has a short period
+                    turn = distance * _THETA ** (-number / quarter)
+                    biases[:, 0, head, 0, axis, number] = _NEARNESS * math.cos(turn)
+                    biases[:, 0, head, 1, axis, number] = _NEARNESS * math.sin(turn)
+                    biases[:, 1, head, 0, axis, number] = _NEARNESS
 
     def matrices(self) -> list[nn.Parameter]:
         """The stacked weight matrices, [count, out, in] each."""
