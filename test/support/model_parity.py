@@ -137,7 +137,9 @@ _GPT_OSS: dict[str, object] = {
     "rope_parameters": {**_ROPES["yarn"], "truncate": False, "factor": 8.0, "original_max_position_embeddings": 32},
 }
 
+# With the published epsilon, the norm of a head whose result is nearly zero would magnify differences of roundings.
 _DELTA_NET: dict[str, object] = {
+    "rms_norm_eps": 1e-2,
     "linear_num_value_heads": 8,
     "linear_num_key_heads": 4,
     "linear_key_head_dim": 12,
@@ -432,6 +434,29 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
             + ["full_attention"],
             **_DELTA_NET,
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5Text",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "rope_parameters": _HALF_ROTATED,
+            "attention_bias": True,
+            "full_attention_interval": 2,
+            **_DELTA_NET,
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "rope_parameters": _HALF_ROTATED,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **_DELTA_NET,
+            "linear_num_value_heads": 4,
         },
     ),
     "qwen2-moe-no-bias": (

@@ -277,9 +277,9 @@ def _qwen_experts(
     )
 
 
-def _qwen3_vl_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+def _renormalised_experts(reader: ConfigReader, num_layers: int, shared_size: int = 0) -> ExpertsConfig:
     """The scores of a token's experts are divided by their sum, whatever norm_topk_prob says."""
-    return replace(_qwen_experts(reader, num_layers), renormalise=True)
+    return replace(_qwen_experts(reader, num_layers, shared_size), renormalise=True)
 
 
 def _glm_experts(
@@ -571,6 +571,22 @@ _GEMMA_3 = Family(
     multipliers=_gemma_multipliers,
     windows=_periodic_windows,
 )
+# Published files say what this part of them is, too; the published models have no other.
+_QWEN_3_5 = Family(
+    head_dim=256,
+    partial_rotary=0.25,
+    norm_offset=1.0,
+    activation_key=None,
+    computed={
+        "hidden_act": ("silu",),
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish",),
+        "mamba_ssm_dtype": ("float32",),
+        "mlp_only_layers": ([],),
+    },
+    recurrent=_delta_net,
+)
+_QWEN_3_5_MOE = replace(_QWEN_3_5, experts=partial(_renormalised_experts, shared_size=512))
 _GEMMA_3_DEFAULTS: Mapping[str, object] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -681,18 +697,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
-        "Qwen3NextForCausalLM": Family(
-            head_dim=256,
-            partial_rotary=0.25,
-            norm_offset=1.0,
-            activation_key=None,
+        "Qwen3NextForCausalLM": replace(
+            _QWEN_3_5,
             computed={"hidden_act": ("silu",)},
             experts=partial(_qwen_experts, shared_size=512, renormalise=True),
-            recurrent=_delta_net,
         ),
+        "Qwen3_5ForCausalLM": _QWEN_3_5,
+        "Qwen3_5ForConditionalGeneration": replace(_QWEN_3_5, text_defaults={}),
+        "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": replace(_QWEN_3_5_MOE, text_defaults={}),
         "Qwen3VLForConditionalGeneration": Family(head_dim=128, rope_theta=5e5, text_defaults={}, vision=qwen3_vl),
         "Qwen3VLMoeForConditionalGeneration": Family(
-            head_dim=None, rope_theta=5e5, text_defaults={}, quantized=(), experts=_qwen3_vl_experts, vision=qwen3_vl
+            head_dim=None,
+            rope_theta=5e5,
+            text_defaults={},
+            quantized=(),
+            experts=_renormalised_experts,
+            vision=qwen3_vl,
         ),
         "SeedOssForCausalLM": Family(head_dim=128, attention_bias=True, switches=("attention_out_bias",)),
         "SmolLM3ForCausalLM": Family(rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated),

@@ -259,6 +259,7 @@ class ModelConfig:
         recurrent = None if family.recurrent is None else family.recurrent(reader, num_layers)
         if recurrent is None:
             _check_layer_types(reader, windows, num_layers, ("full_attention",) if indexer is None else _INDEXED)
+        experts = _experts(family, reader, num_layers, experts_format)
         for key in family.switches:
             reader.switch(key)  # it is read where the layers are made, and checked here
         config = cls(
@@ -267,7 +268,7 @@ class ModelConfig:
             model_type=str(hf.get("model_type", "")),
             vocab_size=vocab_size,
             hidden_size=reader.size("hidden_size"),
-            intermediate_size=reader.size("intermediate_size"),
+            intermediate_size=reader.size("intermediate_size", _size_of_all(experts)),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -298,7 +299,7 @@ class ModelConfig:
                 hf, max_position, rope_theta if family.local_theta == 0 else family.local_theta
             ),
             quantization=quantization_config,
-            experts=_experts(family, reader, num_layers, experts_format),
+            experts=experts,
             latent=sizes,
             indexer=indexer,
             vision=vision,
@@ -412,6 +413,11 @@ def _experts(family: Family, reader: ConfigReader, num_layers: int, stored: Quan
     if family.experts is None:
         return None
     return dataclasses.replace(family.experts(reader, num_layers), format=stored)
+
+
+def _size_of_all(experts: ExpertsConfig | None) -> int | None:
+    """The default of intermediate_size: a model without a dense MLP may lack it."""
+    return None if experts is None or experts.dense_layers else experts.intermediate_size
 
 
 def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:

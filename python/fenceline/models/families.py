@@ -87,6 +87,28 @@ def _qwen3_next(site: LayerSite, interleaved: bool = True) -> DecoderLayer:
     return DecoderLayer(attention, _mixer(site, ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")))
 
 
+def _qwen3_5(site: LayerSite) -> DecoderLayer:
+    """Qwen3.5 (2026), of which only texts are read: Qwen3-Next with projections apart, with experts or without."""
+    return _qwen3_next(site, interleaved=False)
+
+
+def _qwen3_5_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the text model under names as in Qwen3-Next, and those of each expert apart."""
+    for name, tensor in _without_mtp(_qwen_vision_weights(weights)):
+        if name.startswith("visual."):
+            continue
+        prefix, _, stacked = name.rpartition(".experts.")
+        if stacked == "gate_up_proj":
+            for expert, (gate, up) in enumerate(matrix.chunk(2) for matrix in tensor):
+                yield f"{prefix}.experts.{expert}.gate_proj.weight", gate
+                yield f"{prefix}.experts.{expert}.up_proj.weight", up
+        elif stacked == "down_proj":
+            for expert, down in enumerate(tensor):
+                yield f"{prefix}.experts.{expert}.down_proj.weight", down
+        else:
+            yield name, tensor
+
+
 def _without_mtp(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """Without the layers that predict further tokens, as Qwen has named them since Qwen3-Next."""
     return ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
@@ -277,6 +299,10 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3ForCausalLM": Architecture(_qwen3),
         "Qwen3MoeForCausalLM": Architecture(_qwen3),
         "Qwen3NextForCausalLM": Architecture(_qwen3_next, _without_mtp),
+        "Qwen3_5ForCausalLM": Architecture(_qwen3_5, _qwen3_5_weights),
+        "Qwen3_5ForConditionalGeneration": Architecture(_qwen3_5, _qwen3_5_weights),
+        "Qwen3_5MoeForCausalLM": Architecture(_qwen3_5, _qwen3_5_weights),
+        "Qwen3_5MoeForConditionalGeneration": Architecture(_qwen3_5, _qwen3_5_weights),
         "Qwen3VLForConditionalGeneration": Architecture(_qwen3, _qwen_vision_weights),
         "Qwen3VLMoeForConditionalGeneration": Architecture(
             partial(_qwen3, names=ExpertNames(stacked="halves")), _qwen_vision_weights

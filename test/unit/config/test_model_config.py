@@ -467,6 +467,9 @@ def test_towers_of_published_configs_are_read(tmp_path: Path) -> None:
         if "vision_config" in published["config"]:
             (tmp_path / name).mkdir()
             vision = ModelConfig.from_dir(write(tmp_path / name, published["config"])).vision
+            if name.startswith("Qwen3.5"):  # of which only texts are read
+                assert vision is None
+                continue
             assert vision is not None
             found[name] = (
                 vision.depth,

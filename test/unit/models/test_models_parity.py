@@ -131,6 +131,26 @@ def test_the_text_model_of_one_that_sees_images(saved: Callable[[str], Saved], p
     check_parity(tmp_path, reference, 16, "cpu")
 
 
+@pytest.mark.parametrize(("name", "kind"), [("qwen3.5", "Qwen3_5"), ("qwen3.5-moe", "Qwen3_5Moe")])
+def test_the_text_model_of_qwen3_5_as_published(
+    saved: Callable[[str], Saved], name: str, kind: str, tmp_path: Path
+) -> None:
+    """Entries in text_config, some of which only published files have; tensors of a tower and of layers that predict
+    further tokens, which are not read; and experts in stacks."""
+    directory, reference = saved(name)
+    text = json.loads((directory / "config.json").read_text())
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text |= {"rope_parameters": text["rope_parameters"] | rope, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
+    outer = {"architectures": [f"{kind}ForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"model_type": kind.lower(), "image_token_id": 5}))
+    tensors = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    for key, tensor in reference.state_dict().items():
+        tensors[key.replace("model.", "model.language_model.", 1)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert any(key.endswith(".experts.gate_up_proj") for key in tensors) == (name == "qwen3.5-moe")
+    check_parity(tmp_path, reference, 16, "cpu")
+
+
 def test_a_head_of_its_own_counts_more_than_tied_in_config(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     directory, _ = saved("qwen3-tied-biased")
     tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -199,7 +219,8 @@ def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> No
 
 def test_every_family_is_compared_and_documented() -> None:
     compared = {f"{family.removesuffix('Text')}ForCausalLM" for family, _ in CHECKPOINTS.values()}
-    others = {"MiMoForCausalLM", *VISION_MODELS}
+    others = {"MiMoForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+    others |= {*VISION_MODELS}
     assert compared | others == set(MODELS), (
         "MiMo's layers are Qwen2's; transformers has no class of it. The others have tests of their own"
     )

@@ -191,9 +191,10 @@ class _Block:
         return x.transpose(0, 1).repeat_interleave(self._repeats, 0)
 
     def _sums(self) -> torch.Tensor:
-        """The sum of decays from the block's first token to each, [heads, GRID, 1 or K]."""
+        """The sum of decays from the block's first token to each, [heads, GRID, 1 or K], float64: of large sums the
+        difference counts."""
         decays = self._decays if self._decays.dim() == 3 else self._decays[..., None]
-        return decays.cumsum(0).transpose(0, 1).contiguous()
+        return decays.double().cumsum(0).transpose(0, 1).contiguous()
 
     def _products(self, queries: torch.Tensor, strictly: bool) -> torch.Tensor:
         """queries [heads, GRID, K] times the keys, decayed from a key to a query: [heads, GRID, GRID], 0 for later keys
@@ -201,18 +202,18 @@ class _Block:
         later = torch.ones(GRID, GRID, dtype=torch.bool).triu(0 if strictly else 1)
         sums, keys = self._sums(), self._by_head(self._keys)
         if sums.shape[-1] == 1:
-            between = (sums - sums.transpose(1, 2)).masked_fill_(later, -torch.inf).exp_()
+            between = (sums - sums.transpose(1, 2)).float().masked_fill_(later, -torch.inf).exp_()
             return (queries @ keys.transpose(1, 2)).mul_(between)
         result = torch.zeros(len(sums), GRID, GRID)
         for token in range(self._first, self._end):
-            between = (sums[:, token : token + 1] - sums).masked_fill_(later[token][:, None], -torch.inf).exp_()
+            between = (sums[:, token : token + 1] - sums).float().masked_fill_(later[token][:, None], -torch.inf).exp_()
             result[:, token] = between.mul_(keys).mul_(queries[:, token : token + 1]).sum(2)
         return result
 
     def compute(self, matrix: torch.Tensor) -> torch.Tensor:
         """The results of this step's tokens [n, heads, V], from the state before the block. Also completes the
         block's values."""
-        growth, queries, keys = self._sums().exp(), self._by_head(self._queries), self._by_head(self._keys)
+        growth, queries, keys = self._sums().float().exp(), self._by_head(self._queries), self._by_head(self._keys)
         values = self._values.transpose(0, 1).contiguous()
         if self._beta is not None:
             beta = self._beta.transpose(0, 1)[..., None]
@@ -234,6 +235,6 @@ class _Block:
     def absorbed(self, matrix: torch.Tensor) -> torch.Tensor:
         """The state after the block, which is full."""
         sums = self._sums()
-        keys = self._by_head(self._keys) * (sums[:, -1:] - sums).exp()
+        keys = self._by_head(self._keys) * (sums[:, -1:] - sums).float().exp()
         values = self._values.transpose(0, 1).contiguous()
-        return matrix * sums[:, -1].exp()[..., None] + keys.transpose(1, 2) @ values
+        return matrix * sums[:, -1].float().exp()[..., None] + keys.transpose(1, 2) @ values
