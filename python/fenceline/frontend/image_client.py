@@ -146,7 +146,6 @@ class ImageClient:
         return decoded
 
     async def _made(self, image: ImageSource, data: bytes, start: int, settings: ImageSettings) -> JobResult:
-
         def make(id: int, is_short: bool) -> DecodeJob:
             limits = settings.min_pixels, settings.max_pixels
             return DecodeJob(id, is_short, *limits, data, "" if data else image.url, start)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from fenceline.config.vision import VisionConfig
 from fenceline.layers.context import LayerContext, Shard, torch_context
@@ -137,10 +136,11 @@ class _VisionBlock:
     ) -> torch.Tensor:
         """x [P, hidden_size] → a new tensor. ``angles``: cos and sin, as ``apply_rotary`` takes them; None: no head
         rotates."""
-        qkv = self.qkv.forward(self.norm1.forward(x)).view(len(x), 3, self.num_heads, self.head_dim)
-        q, k, v = qkv.unbind(1)
+        qkv = self.qkv.forward(self.norm1.forward(x)).view(len(x), 3 * self.num_heads, self.head_dim)
+        qk, v = qkv.split((2 * self.num_heads, self.num_heads), 1)
         if angles is not None:
-            q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
+            qk = apply_rotary(qk, *angles)
+        q, k = qk.split(self.num_heads, 1)
         x = x + self.proj.forward(attend_within(segments, q, k, v))
         return x + self.mlp.forward(self.norm2.forward(x))
 
@@ -202,6 +202,8 @@ def attend_within(segments: Segments, q: torch.Tensor, k: torch.Tensor, v: torch
     """Attention of each of ``segments`` to itself; q, k, v [P, heads, head_dim] → [P, heads * head_dim]. Does not make
     the host wait."""
     if _has_varlen(q):
+        from torch.nn.attention.varlen import varlen_attn  # takes seconds, which other servers need not wait
+
         bounds, longest = segments.bounds, segments.longest
         return varlen_attn(q, k, v, bounds, bounds, longest, longest).flatten(1)  # type: ignore[union-attr]
     parts, start = [], 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import varlen
 from vision_cases import VISION_MODELS, film, film_values, picture, processor_of, save_vision_checkpoint
 
 from fenceline.config.model_config import ModelConfig
@@ -130,12 +130,13 @@ def test_a_gpu_attends_to_all_images_at_once(
     assert config is not None
     images = [prepare(picture(*size), config.images) for size in SIZES]
     calls: list[tuple[int, int]] = []
+    attend = varlen.varlen_attn
 
     def counted(*args: Any) -> Any:
         calls.append((len(args[3]) - 1, args[5]))
-        return varlen_attn(*args)
+        return attend(*args)
 
-    monkeypatch.setattr(vision, "varlen_attn", counted)
+    monkeypatch.setattr(varlen, "varlen_attn", counted)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tower = VisionTower(config, torch.bfloat16)
         pool = EmbeddingPool(8192, tower.width, torch.bfloat16, torch.device("cpu"))
