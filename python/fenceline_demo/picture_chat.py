@@ -190,7 +190,8 @@ def by_size(pictures: Iterable[tuple[Picture, ImageInput]]) -> dict[tuple[int, i
         groups.setdefault(image.grid, []).append((image, picture))
     return {
         grid: Pictures(
-            np.stack([image.array()[0] for image, _ in group]), np.stack([picture.labels(*grid) for _, picture in group])
+            np.stack([image.array()[0] for image, _ in group]),
+            np.stack([picture.labels(*grid) for _, picture in group]),
         )
         for grid, group in groups.items()
     }
