@@ -88,6 +88,8 @@ class Trainer:
         self.device = torch.device(args.device)
         cuda = self.device.type == "cuda"
         self._dtype, self._compiled = (torch.bfloat16 if cuda else torch.float32), cuda and not args.no_compile
+        if self._compiled:  # the optimizer's update has one variant for each shape of matrices
+            torch._dynamo.config.recompile_limit = 64
         torch.manual_seed(args.seed)
         self.model = VisionModel(self._dtype, self._compiled).to(self.device)
         self.optimizer = self._optimizer(self.model)
@@ -102,10 +104,10 @@ class Trainer:
         optimizer = self._optimizer(tower)
         for step in range(args.tower_steps):
             pixels, labels = pictures_to_device(next(batches), self.device)
-            loss, right = tower.label_loss(tower(pixels)[0], labels)
+            loss, right = tower.label_loss(tower(pixels), labels)
             loss.backward()
             left = (args.tower_steps - step) / args.tower_steps
-            optimizer.step(min(1.0, (step + 1) / args.warmup_steps, 2 * left))
+            optimizer.step(min(1.0, (step + 1) / args.warmup_steps, 3 * left))
             if (step + 1) % args.log_every == 0:
                 things = labels[:, 0] > 0
                 print(
@@ -195,6 +197,7 @@ def main() -> None:
     else:
         with start(Feed(partial(tower_batches, args.seed, args.pictures_per_step), 0, args.num_workers)) as batches:
             trainer.run_tower(batches)
+        save_checkpoint(args.output_dir / "checkpoint", trainer.model, trainer.optimizer, progress)
     make = partial(
         picture_batches, str(tokenizer_file), args.seed, args.rows_per_step, args.row_length, args.curriculum_steps
     )

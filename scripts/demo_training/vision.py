@@ -23,7 +23,7 @@ TEXT_SHAPE = Shape(
 )  # fmt: skip
 SECTIONS = (6, 5, 5)
 """Of the pairs of a text head's features: how many turn by a token's time, row and column, interleaved."""
-LABEL_WEIGHT = 0.2
+LABEL_WEIGHT = 0.5
 """Of the loss of labels, when the whole model is trained."""
 _NEARNESS = 3.5  # of the first biases; a patch next to the favoured one has a third of its weight
 _EPS = 1e-6
@@ -150,16 +150,18 @@ class Tower(nn.Module):
                 deep.append(self._merge(index, x, self.deep_norms[index], self.deep_norm_biases[index]))
         return [self._merge(len(deep), x, self.merger_norm, self.merger_norm_bias), *deep]
 
-    def label_loss(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """How badly embeddings [n, out] tell labels [n, 2], a scalar, and for each of them whether both are the most
-        likely ones. Nothing else teaches a tower as fast, because each embedding has its own right answer."""
+    def label_loss(self, results: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """How badly each of the results tells labels [n, 2], a scalar; and for each row whether the embeddings have
+        both as the most likely ones. Nothing else teaches a tower as fast, because each row has its own right
+        answer."""
         losses, right = torch.zeros((), device=labels.device), torch.ones_like(labels[:, 0], dtype=torch.bool)
-        found = F.linear(embeddings, self.labels, self.label_bias).split(NUM_LABELS, 1)
-        for logits, wanted in zip(found, labels.T, strict=True):
-            weights = torch.where(wanted == 0, 0.3, 1.0)  # most squares are empty
-            losses = losses + (F.cross_entropy(logits, wanted, reduction="none") * weights).sum() / weights.sum()
-            right = right & (logits.argmax(1) == wanted)
-        return losses, right
+        for number, result in enumerate(results):
+            found = F.linear(result, self.labels, self.label_bias).split(NUM_LABELS, 1)
+            for logits, wanted in zip(found, labels.T, strict=True):
+                weights = torch.where(wanted == 0, 0.3, 1.0)  # most squares are empty
+                losses = losses + (F.cross_entropy(logits, wanted, reduction="none") * weights).sum() / weights.sum()
+                right = right & (logits.argmax(1) == wanted) if number == 0 else right
+        return losses / len(results), right
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +225,8 @@ class VisionModel(nn.Module):
         deep = [torch.zeros_like(x) for _ in self.tower.shape.deepstack]
         named = torch.zeros((), device=x.device)
         for pixels, labels, places in batch.pictures:
-            embeddings, *more = self.tower(pixels)
-            named = named + self.tower.label_loss(embeddings, labels)[0] / len(batch.pictures)
+            embeddings, *more = results = self.tower(pixels)
+            named = named + self.tower.label_loss(results, labels)[0] / len(batch.pictures)
             x = x.index_copy(0, places, embeddings)
             deep = [each.index_copy(0, places, new) for each, new in zip(deep, more, strict=True)]
         return self.text.layers(x, self.rotary(batch.axes.flatten(1)), batch.ids.shape, deep)[0][-1], named

@@ -191,7 +191,7 @@ def test_the_tower_learns_labels(tmp_path: Path) -> None:
 
     def loss() -> float:
         with torch.no_grad():
-            return trainer.model.tower.label_loss(trainer.model.tower(pixels)[0], labels)[0].item()
+            return trainer.model.tower.label_loss(trainer.model.tower(pixels), labels)[0].item()
 
     before = loss()
     trainer.run_tower(map(make, itertools.count()))
