@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from hostile_images import data_url, hostile_images, oriented, picture, png, written
 from live_server import LiveServer
 from PIL import Image
-from vision_cases import BEGIN, END, IMAGE, VISION_MODELS, theirs
+from vision_cases import BEGIN, END, IMAGE, theirs
 from vision_server import save_vision_model
 
 import fenceline
@@ -163,17 +162,14 @@ def test_images_are_fetched_from_nowhere(client: openai.OpenAI, live: LiveServer
         client.chat.completions.create(model="vision", messages=messages, **SMALL)
 
 
-async def _hostile(url: str, count: int, seed: int) -> tuple[set[int], float]:
-    """The statuses of ``count`` hostile requests, and how long the slowest request beside them took."""
-    slowest, statuses = 0.0, set()
+async def _hostile(url: str, count: int, seed: int) -> set[int]:
+    """The statuses of ``count`` hostile requests, beside which others are answered."""
+    statuses = set()
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
         async def neighbour() -> None:
-            nonlocal slowest
             while True:
-                begin = time.perf_counter()
                 assert (await client.get("/v1/models")).status_code == 200
-                slowest = max(slowest, time.perf_counter() - begin)
 
         async def ask(data: bytes) -> int:
             messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(data)}}]}]
@@ -186,19 +182,12 @@ async def _hostile(url: str, count: int, seed: int) -> tuple[set[int], float]:
             statuses |= set(await asyncio.gather(*map(ask, files[start : start + 8])))
         assert not beside.done()
         beside.cancel()
-    return statuses, slowest
+    return statuses
 
 
-def test_hostile_images_cost_nobody_else(live: LiveServer) -> None:
-    statuses, _ = asyncio.run(_hostile(live.base_url, 40, seed=2))
-    assert statuses == {200, 400}
-
-
-@pytest.mark.long
-def test_many_hostile_images_cost_nobody_else(live: LiveServer) -> None:
-    statuses, slowest = asyncio.run(_hostile(live.base_url, 2000, seed=3))
-    assert statuses == {200, 400}
-    assert slowest < 2.0, "on cores that decode at the same time; the unit test measures the event loop alone"
+def test_hostile_images_are_no_server_errors(live: LiveServer) -> None:
+    """Unit tests give 2,000 to the decoder, and measure how long the event loop is kept."""
+    assert asyncio.run(_hostile(live.base_url, 80, seed=3)) == {200, 400}
 
 
 def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, model: Path) -> None:
@@ -211,7 +200,7 @@ def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, mode
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", ["Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
 def test_conversations_are_answered_as_by_transformers(name: str, tmp_path: Path) -> None:
     model = save_vision_model(tmp_path, name)
     with fenceline.Engine(str(tmp_path), device="cpu") as engine:
