@@ -201,8 +201,8 @@ def test_api_key_queue_limit_and_incremental_streams() -> None:
         assert sum((line["output_ids"] for line in lines), []) == [5, 6, 7] * 20
         assert len(lines) > 1
         _check_queue_limit(client)
-        assert "Receive: rid=" in server.output
-        assert "Finish: rid=" in server.output
+        for line in ("Receive: rid=", "Finish: rid="):
+            wait_for(lambda line=line: line in server.output)
         assert "s3cret" not in server.output
 
 
