@@ -98,6 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0  # that have arrived of a head, and perhaps of what is behind it
         self._num_header_bytes = 0  # parsed
         self._num_body_bytes = 0
+        self._body_parts: list[bytes] = []  # parsed, and not handed on yet
         self._num_framing_bytes = 0  # since the last byte of a body
         self._progress: tuple[object, ...] = ()  # the client's, when it last made any
         self._still_s = 0  # since then
@@ -145,6 +146,7 @@ class HttpProtocol(HttpToolsProtocol):
         while data:
             try:
                 self.parser.feed_data(data)
+                self._hand_on_body()
                 return
             except httptools.HttpParserUpgrade as offer:
                 # To HTTP/2, as curl --http2 and Java make it: it gets HTTP/1.1. httptools would take the body for what
@@ -200,13 +202,22 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_heads += 1
 
     def on_body(self, body: bytes) -> None:
-        self._num_body_bytes += len(body)
+        """A chunk, of which a turn may bring tens of thousands: they are handed on together."""
+        self._body_parts.append(body)
         self._num_framing_bytes = 0
+
+    def _hand_on_body(self) -> None:
+        if not self._body_parts:
+            return
+        body = b"".join(self._body_parts)
+        self._body_parts.clear()
+        self._num_body_bytes += len(body)
         if self.cycle.response_complete and self._num_body_bytes > _MAX_DISCARDED_BYTES:
             self.transport.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._hand_on_body()
         if not self.parser.should_upgrade():
             super().on_message_complete()
             self._in_head, self._num_head_bytes, self._num_body_bytes = True, 0, 0
