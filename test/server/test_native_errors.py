@@ -33,6 +33,7 @@ BAD_GENERATE = [
     (b'{"input_ids": []}', "empty"),
     (b'{"input_ids": [[]]}', "empty"),
     (b'{"input_ids": [1, [2]]}', "mixes"),
+    (b'{"input_ids": [' + b"1," * 5000 + b"[2]]}", "the prompt has 5001 tokens"),
     (b'{"input_ids": [1.5]}', "input_ids"),
     (b'{"input_ids": [true]}', "input_ids"),
     (b'{"input_ids": [-1]}', "outside the vocabulary"),

@@ -269,7 +269,9 @@ def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
         # are lists, or an id that is refused later.
         with suppress(TypeError, OverflowError):
             return [(None, id_array(cast(list[int], body.input_ids)))], True
-    kinds = set(map(type, body.input_ids))
+    # A longer prompt is refused or cut, whatever is behind: looking at 100,000 ids would keep others waiting.
+    first = body.input_ids if isinstance(body.input_ids[0], list) else body.input_ids[: most + 1]
+    kinds = set(map(type, first))
     if len(kinds) > 1:
         raise RequestError(400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids")
     if kinds == {list}:
