@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -117,6 +119,12 @@ def test_embeddings_do_not_depend_on_the_company(
     together = encode(tower, images).split([image.num_tokens for image in images])
     for number, (one, other) in enumerate(zip(alone, together, strict=True)):
         torch.testing.assert_close(other, one, rtol=0, atol=2e-6 * float(one.abs().max()), msg=f"image {number}")
+
+
+def test_models_of_text_start_without_torchs_compiler() -> None:
+    """Which takes two seconds to import, and comes with torch's attention to many images."""
+    program = "import sys, fenceline.scheduler.process; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 @torch.inference_mode()
