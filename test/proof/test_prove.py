@@ -76,15 +76,19 @@ HARDLY_SEEN = {
 SEEN_FIRST = {
     "arena_pad": 3,
     "forward_after_schedule@InputRing.upload": 3,
-    "forward_after_store": 1,
-    "growth_stop": 9,
+    "forward_after_schedule@MaskTable.upload": 3,
+    "forward_after_store": 3,
+    "growth_stop": 4,
     "image_keys": 11,
     "image_names": 3,
     "load_after_store": 1,
+    "moved_nodes": 1,
     "own_results": 25,
     "retired_after": 1,
     "row_delta": 2,
+    "schedule_after_forward@InputRing.upload": 4,
     "staging_reuse@InputRing.upload": 3,
+    "step_images": 11,
 }
 
 
