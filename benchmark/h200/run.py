@@ -80,7 +80,7 @@ LOADS = {"1": Load(1024, 256, 1, 12), "32": Load(128, 512, 32, 96), "256": Load(
 _AT_A_TIME = {1: 12, 16: 96, 64: 256}  # with images: how many requests in all
 IMAGE_LOADS = {f"image-{at}": Load(100, 128, at, num, "a new one") for at, num in _AT_A_TIME.items()}
 IMAGE_LOADS |= {f"seen-{at}": Load(100, 128, at, num, "one seen before") for at, num in _AT_A_TIME.items()}
-ALL_LOADS = LOADS | IMAGE_LOADS
+ALL_LOADS = IMAGE_LOADS | LOADS
 SGLANG = {
     ("0.6b", "1"): Figures(601, 11.8, 1.62),
     ("0.6b", "32"): Figures(15487, 32, 2.00),
