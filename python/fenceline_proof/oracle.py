@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, those of its mixtures of experts, Gemma 2's, GLM-5's with dense layers, Qwen2.5-VL's).
+(Qwen3's, those of its mixtures of experts, Gemma 2's, GLM-5's and Qwen3-Next's with dense layers, Qwen2.5-VL's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -81,7 +81,7 @@ class Step:
 
 
 # The families that it knows. Gemma's layers have norms behind attention and MLP too, windows and soft caps.
-_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "glm_moe_dsa", "qwen2_5_vl")
+_FAMILIES = ("qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "glm_moe_dsa", "qwen2_5_vl", "qwen3_next")
 
 
 class Model:
@@ -95,6 +95,7 @@ class Model:
         self.norms = ("", "post_attention_layernorm", "")
         if self.is_gemma:
             self.norms = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        self.is_hybrid = config["model_type"] == "qwen3_next"
         self.windows: list[int | None] = [None] * config["num_hidden_layers"]
         self.score_scale = 1 / math.sqrt(config["head_dim"])
         self.score_cap = self.logit_cap = 0.0
@@ -118,9 +119,14 @@ class Model:
         self.rounds_kv = rounds_kv
         tensors = load_file(Path(folder) / "model.safetensors")
         self.weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        self.rotary_dim = int(self.head_dim * config.get("partial_rotary_factor", 1))
+        exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float32) / np.float32(self.rotary_dim)
         self._frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
         self.tower = config.get("vision_config", {})
+        # Of layers that carry a state: heads, those that share out keys, and features of a key.
+        self.num_states, self.num_state_keys, self.state_key_dim = (
+            config.get(f"linear_{name}", 0) for name in ("num_value_heads", "num_key_heads", "key_head_dim")
+        )
         sections = config.get("rope_scaling", {}).get("mrope_section", [])
         self.axes = np.repeat(np.arange(len(sections)), sections)  # of each pair: time, row or column
         self.embedding = self.weights["model.embed_tokens.weight"]
@@ -130,11 +136,13 @@ class Model:
             self.embedding = self.embedding * np.float64(np.float32(math.sqrt(config["hidden_size"])))
 
     def norm(self, x: F64, name: str) -> F64:
-        """RMSNorm over the last axis, in Gemma with one more than the weights. x as it is if there is no such norm."""
+        """RMSNorm over the last axis, in Gemma and Qwen3-Next with one more than the weights, but for the norms of
+        states. x as it is if there is no such norm."""
         if f"{name}.weight" not in self.weights:
             return x
         scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.eps)
-        weighted: F64 = x / scale * (self.weights[f"{name}.weight"] + self.is_gemma)
+        offset = self.is_gemma or (self.is_hybrid and "linear_attn" not in name)
+        weighted: F64 = x / scale * (self.weights[f"{name}.weight"] + offset)
         return weighted
 
     def linear(self, x: F64, name: str) -> F64:
@@ -166,12 +174,14 @@ class Model:
         return result
 
     def rotate(self, x: F64, first: int, places: npt.NDArray[np.int64] | None = None) -> F64:
-        """Rotary positions ``first``, ``first + 1``, ... of x [T, heads, head_dim]: pairs (i, i + head_dim / 2). Or of
-        each token the ``places`` [T, 3] in time, row and column, of which each pair takes one."""
+        """Rotary positions ``first``, ``first + 1``, ... of x [T, heads, head_dim]: pairs (i, i + n / 2) of the first n
+        features that rotate. Or of each token the ``places`` [T, 3] in time, row and column, of which each pair takes
+        one."""
         positions = np.arange(first, first + len(x), dtype=np.float32)[:, None]
         if places is not None:
             positions = places[:, self.axes].astype(np.float32)
-        return self._turned(x, (positions * self._frequencies).astype(np.float64))
+        turned = self._turned(x[..., : self.rotary_dim], (positions * self._frequencies).astype(np.float64))
+        return np.concatenate([turned, x[..., self.rotary_dim :]], axis=-1)
 
     def _turned(self, x: F64, angles: F64) -> F64:
         angles = angles[:, None, :]
@@ -262,6 +272,8 @@ class Answer:
         self._keys: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._values: list[list[F64]] = [[] for _ in range(model.num_layers)]
         self._num_computed = 0
+        self._inputs: dict[int, F64] = {}  # the last inputs of each convolution
+        self._states: dict[int, F64] = {}  # [heads, features of a key, features of a value], by layer
         self._embedded = [(one[0], model.embed_image(*one[1:])) for one in self.query.images]
         self._places = model.places(self.query) if len(model.axes) else None
         tokens = (*self.query.prompt, *self._tokens)
@@ -297,8 +309,11 @@ class Answer:
         for layer in range(model.num_layers):
             name = f"model.layers.{layer}"
             h = model.norm(x, f"{name}.input_layernorm")
-            attended = self._attend(layer, h, f"{name}.self_attn", first)
-            attended = model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
+            if f"{name}.linear_attn.A_log" in model.weights:
+                attended = self._recur(layer, h, f"{name}.linear_attn")
+            else:
+                attended = self._attend(layer, h, f"{name}.self_attn", first)
+                attended = model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
             after_attention, before_mlp, after_mlp = (f"{name}.{norm}" for norm in model.norms)
             x = x + model.norm(attended, after_attention)
             mixed = model.mix(model.norm(x, before_mlp), f"{name}.mlp")
@@ -306,13 +321,50 @@ class Answer:
         self._num_computed += num
         return x
 
+    def _recur(self, layer: int, h: F64, name: str) -> F64:
+        """A gated delta net, token by token."""
+        model, num = self._model, len(h)
+        heads, key_heads, size = model.num_states, model.num_state_keys, model.state_key_dim
+        share = heads // key_heads
+        parts = model.linear(h, f"{name}.in_proj_qkvz").reshape(num, key_heads, -1)
+        values = (parts.shape[2] - 2 * size) // 2
+        q, k, v, z = np.split(parts, [size, 2 * size, 2 * size + values], axis=2)
+        b, a = np.split(model.linear(h, f"{name}.in_proj_ba").reshape(num, key_heads, 2 * share), 2, axis=2)
+        kernel = model.weights[f"{name}.conv1d.weight"][:, 0]
+        channels, taps = kernel.shape
+        before = self._inputs.get(layer, np.zeros((taps - 1, channels)))
+        inputs = np.concatenate([before, np.hstack([x.reshape(num, -1) for x in (q, k, v)])])
+        self._inputs[layer] = inputs[-(taps - 1) :]
+        mixed = sum(inputs[tap : tap + num] * kernel[:, tap] for tap in range(taps))
+        mixed = mixed / (1 + np.exp(-mixed))
+        q, k, v = np.split(mixed, [key_heads * size, 2 * key_heads * size], axis=1)
+        q, k = (
+            (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)).repeat(share, axis=1)
+            for x in (q.reshape(num, key_heads, size), k.reshape(num, key_heads, size))
+        )
+        v = v.reshape(num, heads, -1)
+        times = np.log1p(np.exp(a.reshape(num, heads) + model.weights[f"{name}.dt_bias"]))
+        kept = np.exp(-np.exp(model.weights[f"{name}.A_log"]) * times)
+        written = 1 / (1 + np.exp(-b.reshape(num, heads)))
+        state = self._states.get(layer, np.zeros((heads, size, v.shape[2])))
+        results = []
+        for token in range(num):
+            state = state * kept[token][:, None, None]
+            change = written[token][:, None] * (v[token] - np.einsum("hk,hkv->hv", k[token], state))
+            state = state + k[token][:, :, None] * change[:, None]
+            results.append(np.einsum("hk,hkv->hv", q[token], state) / math.sqrt(size))
+        self._states[layer] = state
+        gate = z.reshape(num, heads, -1)
+        normed = model.norm(np.stack(results), f"{name}.norm") * gate / (1 + np.exp(-gate))
+        return model.linear(normed.reshape(num, -1), f"{name}.out_proj")
+
     def _attend(self, layer: int, h: F64, name: str, first: int) -> F64:
         """Causal attention of the tokens from position ``first`` on over all so far; [T, heads, head_dim]."""
         model, num = self._model, len(h)
 
         def heads(kind: str, count: int) -> F64:
-            flat = model.linear(h, f"{name}.{kind}_proj")
-            return model.norm(flat.reshape(num, count, model.head_dim), f"{name}.{kind}_norm")
+            flat = model.linear(h, f"{name}.{kind}_proj").reshape(num, count, -1)
+            return model.norm(flat[..., : model.head_dim], f"{name}.{kind}_norm")
 
         if model.latent_size:
             q, k, v = self._from_latents(layer, h, name, first)
@@ -341,7 +393,11 @@ class Answer:
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(*grouped.shape[:3], -1).transpose(2, 0, 1, 3)
-        return out.reshape(num, model.num_heads, -1)
+        out = out.reshape(num, model.num_heads, -1)
+        if not model.is_hybrid:
+            return out
+        gates = model.linear(h, f"{name}.q_proj").reshape(num, model.num_heads, -1)[..., model.head_dim :]
+        return out / (1 + np.exp(-gates))
 
     @staticmethod
     def _placed(places: npt.NDArray[np.int64], first: int, num: int) -> npt.NDArray[np.int64]:

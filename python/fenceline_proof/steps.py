@@ -43,6 +43,7 @@ leave_out(Path(__file__).parent, but="collectives.py")
 _MAX_STEPS = 2000
 _MAX_NAMED = 4  # leases of what is left over
 STEP_S = 0.01
+_STATE_GRID = 4  # so that short prompts have states
 
 
 @lru_cache
@@ -67,6 +68,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
         config, prefill_attention_backend=prefill or config.prefill_attention_backend,
         decode_attention_backend=decode or config.decode_attention_backend,
         num_embedding_rows=int(embedding_rows or config.num_embedding_rows),
+        state_grid=max(_STATE_GRID, config.server_args.page_size),
     )  # fmt: skip
     if of_draft is not None and config.speculative is not None:
         config = replace(config, speculative=replace(config.speculative, draft_attention_backend=str(of_draft)))

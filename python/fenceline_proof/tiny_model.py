@@ -61,6 +61,14 @@ _SPARSE = _LATENTS | {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_n_heads": 2, "index_head_dim": 12,
     "index_topk": 6, "indexer_types": ["full", "shared"],
 }  # fmt: skip
+# Qwen3-Next's layers, with dense MLPs: the first two carry a state, the third attends with gates.
+_STATES = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "mlp_only_layers": [0, 1, 2],
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 PLACEHOLDER, PICTURE_SIDE = 63, 4  # the token of an embedding, and the side of its square in pixels
 # Qwen2.5-VL's layers, and a tower whose first layer has windows.
 _PICTURES = {
@@ -89,6 +97,7 @@ _MODELS = {
     "latents": _CONFIG | _LATENTS,
     "sparse": _CONFIG | _SPARSE,
     "pictures": _CONFIG | _PICTURES,
+    "states": _CONFIG | _STATES,
     # With one token more: a vocabulary that two ranks cannot halve.
     "odd": _CONFIG | {"vocab_size": VOCAB_SIZE + 1},
 }
@@ -227,6 +236,8 @@ def _random(slots: WeightSlots, seed: int) -> dict[str, torch.Tensor]:
     weights = {}
     for name, slot in slots.items():
         mean = 1.0 if len(slot.full_shape) == 1 else 0.0  # norms near one
+        if name.endswith("A_log"):
+            mean = -4.0  # so that states remember the tokens of a prompt
         weights[name] = torch.randn(slot.full_shape, generator=generator) * 0.3 + mean
     return weights
 

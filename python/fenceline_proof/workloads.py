@@ -241,6 +241,20 @@ def _sparse(random: Random) -> Scenario:
     return replace(scenario, flags={**scenario.flags, **drafts, **between, **ours})
 
 
+def _states(random: Random) -> Scenario:
+    """Requests of a model with recurrent layers: cut, cached, retracted, aborted and paused, with few snapshots and
+    graphs."""
+    kinds = _prefixes, _bursts, _retraction, _aborts, _row_reuse, _mixed
+    scenario = random.choice(kinds)(random)
+    flags = {**scenario.flags, "model": "states"}
+    most = int(str(flags["max_running_requests"]))
+    if not flags.get("disable_radix_cache"):
+        flags["max_mamba_cache_size"] = most + random.choice((1, 2, 4, 32))
+    if random.random() < 0.5:
+        flags["chunked_prefill_size"] = random.choice((4, 8))
+    return replace(scenario, flags=flags)
+
+
 def _pictures(random: Random) -> Scenario:
     """Prompts with pictures that fill the pool of embeddings, in chunks that end inside them, as prefixes on all tiers,
     retracted, with other weights, beside drafts that see them, and in pieces."""
@@ -351,6 +365,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
+        Workload("states", "a model with recurrent layers, and few snapshots of their states", _states, share=3),
         Workload("pictures", "prompts with pictures, whose embeddings never stay long", _pictures, share=3),
         Workload("stored_pictures", "pictures in storage, and nearly equal ones in prompts", _stored_pictures),
         Workload("sparse", "F20: layers that attend to selected tokens", _sparse, share=3),

@@ -4,6 +4,7 @@ the kernels' accesses and compute their values with torch's operators."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
+from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import DenseWeight, RMSNorm
 from fenceline.memory_order.kernel import Kernel
 
@@ -31,6 +33,10 @@ def _result(
 
     kernel.launch(compute, *operands, out)
     return out
+
+
+def _of_rows(rows: StateRows) -> tuple[torch.Tensor, ...]:
+    return rows.starts, rows.absorbed, rows.query_starts, rows.slots
 
 
 class LaunchedLayerKernels(LayerKernels):
@@ -89,6 +95,41 @@ class LaunchedLayerKernels(LayerKernels):
 
         operands = (queries, key, norm_weight, norm_bias, table, positions, weights, out, out_weights, cache_rows)
         accesses.store_index.launch(compute, *operands, out_slots)
+
+    def short_convolution(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, state: LayerState,
+        rows: StateRows,
+    ) -> torch.Tensor:  # fmt: skip
+        def compute(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, starts: torch.Tensor,
+            absorbed: torch.Tensor, query_starts: torch.Tensor, slots: torch.Tensor, conv: torch.Tensor,
+            ring: torch.Tensor, out: torch.Tensor,
+        ) -> None:  # fmt: skip
+            given = replace(rows, starts=starts, absorbed=absorbed, query_starts=query_starts, slots=slots)
+            out.copy_(_TORCH.short_convolution(x, weight, bias, silu, {"conv": conv, "x": ring}, given))
+
+        out = torch.empty_like(x)
+        operands = (x, weight, bias, *_of_rows(rows), state["conv"], state["x"], out)
+        accesses.short_convolution.launch(compute, *operands)
+        return out
+
+    def recurrence(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decays: torch.Tensor, beta: torch.Tensor | None,
+        state: LayerState, rows: StateRows,
+    ) -> torch.Tensor:  # fmt: skip
+        def compute(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decays: torch.Tensor, beta: torch.Tensor | None,
+            starts: torch.Tensor, absorbed: torch.Tensor, query_starts: torch.Tensor, slots: torch.Tensor,
+            matrix: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, out: torch.Tensor,
+        ) -> None:  # fmt: skip
+            given = replace(rows, starts=starts, absorbed=absorbed, query_starts=query_starts, slots=slots)
+            of_layer = {"matrix": matrix, "k": keys, "d": values, "decay": kept}
+            out.copy_(_TORCH.recurrence(q, k, v, decays, beta, of_layer, given))
+
+        out = torch.empty_like(v)
+        tensors = (state["matrix"], state["k"], state["d"], state["decay"])
+        accesses.recurrence.launch(compute, q, k, v, decays, beta, *_of_rows(rows), *tensors, out)
+        return out
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if len(x) > _FEW_TOKENS:

@@ -602,10 +602,10 @@ class Tags:
         self.part_names = [f"layer{part.layer}.{part.row.name}" for part in pool.layout.parts]
         self.num_parts = len(self.part_names)
         # How many tokens after its own a slot of each part depends on.
-        self.num_target_parts = len(pool.layout.parts_of(range(runner.model.num_layers)))
+        self.num_target_parts = len(pool.layout.parts_of(range(runner.model.config.num_attention_layers)))
         draft = runner.draft if runner.draft is not None and runner.draft.hidden_size else None
         most = 0 if draft is None else draft.max_steps or 1
-        num_layers = runner.model.num_layers
+        num_layers = runner.model.config.num_attention_layers
         self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
         # The reads of images' embeddings in a step: by the target, then by each layer of a draft that sees them.
         sees_images = runner.speculative is not None and runner.speculative.config.draft.sees_images

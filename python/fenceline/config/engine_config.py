@@ -32,6 +32,7 @@ from fenceline.config.private_files import make_private_folder, why_unusable
 from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD, WHOLE_ROWS
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs, is_registered
+from fenceline.config.state_layout import GRID
 from fenceline.config.weight_headers import (
     check_fits,
     check_headers,
@@ -135,6 +136,7 @@ class EngineConfig:
     piecewise_cuda_graph_tokens: tuple[int, ...]  # the same for prefill, in tokens
     random_seed: int
     num_embedding_rows: int = 0  # of the pool of images' embeddings; 0 for a model without a tower
+    state_grid: int = GRID  # tokens between two states of recurrent layers that requests may begin with
     replica: int = 0  # which one of --dp-size the processes belong to that get this configuration
     images: ImageRules | None = None  # None for a model that reads text only
 

@@ -47,10 +47,11 @@ class StateRows:
     starts at 0."""
 
     starts: torch.Tensor  # [B] int64, position of each request's first token of this step
-    absorbed: torch.Tensor  # [B] int64, tokens that its state has absorbed before this step; a multiple of GRID
+    absorbed: torch.Tensor  # [B] int64, tokens that its state has absorbed before this step; a multiple of ``grid``
     query_starts: torch.Tensor  # [B + 1] int32, where each request's tokens are on the T axis
     query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of each request, or bounds of these
     slots: torch.Tensor  # [B] int64
+    grid: int = GRID  # tokens of a block; tiles always have GRID rows
     kept: bool = True  # all tokens of the step will stay; False: any of them may be undone, so none is absorbed yet
 
     def absorbed_after(self) -> torch.Tensor:
@@ -58,7 +59,7 @@ class StateRows:
         ends = self.starts
         if self.kept:
             ends = ends + (self.query_starts[1:] - self.query_starts[:-1])
-        return ends // GRID * GRID
+        return ends // self.grid * self.grid
 
 
 @dataclass(frozen=True, slots=True, eq=False)

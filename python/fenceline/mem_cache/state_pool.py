@@ -30,9 +30,12 @@ class StatePool:
     FORWARD accesses slots, in program order with the steps, so that none needs a Point to be waited for.
     """
 
-    def __init__(self, num_rows: int, num_snapshots: int, specs: Sequence[StateSpec], device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, num_snapshots: int, specs: Sequence[StateSpec], device: torch.device, grid: int = GRID
+    ) -> None:
+        """``grid``: tokens between two states that a slot may carry."""
         num_slots = num_rows + num_snapshots
-        self.grid = GRID
+        self.grid = grid
         self.num_rows = num_rows
         self.snapshots = LeasePool("state snapshots", num_slots, reserved=num_rows)
         self.carried = zeros((num_slots, carried_nbytes(specs)), torch.uint8, device)
@@ -100,7 +103,7 @@ def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpe
     elif args.max_mamba_cache_size is not None:
         number = args.max_mamba_cache_size - most
     else:
-        number = min((budget - most * row_bytes) // carried, most * (config.model.context_length // GRID))
+        number = min((budget - most * row_bytes) // carried, most * (config.model.context_length // config.state_grid))
     logger.info(
         "States take %.2f GiB: of %d running requests, and %d snapshots",
         ((most + 1) * row_bytes + number * carried) / 2**30, most, number,

@@ -317,6 +317,7 @@ class DecodeRunner(GraphRunner):
             query_starts=self._query_starts[: size + 1],
             query_lens_cpu=np.ones(size, np.int64),
             slots=self._rows[:size],
+            grid=pool.grid,
         )
         return StateStep(rows, pool.layers)
 

@@ -149,6 +149,7 @@ class ExtendRunner:
             query_starts=views["query_starts"],
             query_lens_cpu=batch.seq_lens - batch.starts,
             slots=views["rows"],
+            grid=pool.grid,
         )
         return StateStep(rows, pool.layers)
 

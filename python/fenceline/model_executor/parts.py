@@ -130,7 +130,8 @@ def _make_states(config: EngineConfig, device: Device, model: CausalLM, num_rows
     specs = model.state_specs
     if not specs:
         return None
-    pool = StatePool(num_rows, num_snapshots(config, device, specs), specs, device.torch_device)
+    number = num_snapshots(config, device, specs)
+    pool = StatePool(num_rows, number, specs, device.torch_device, config.state_grid)
     device.name_rows(pool.carried, "states")
     device.name_rows(pool.kept, "open_blocks")
     return pool

@@ -320,9 +320,14 @@ class RequestMemory:
             self.tree.give_state(tokens[:position], slot, req.source.extra_key)
 
     def with_states(self, batch: StepBatch) -> StepBatch:
-        """``batch`` with the copies of states that it makes before its layers."""
-        before, self.state_copies = tuple(self.state_copies), []
-        return replace(batch, state_copies=batch.state_copies._replace(before=before))
+        """``batch`` with the copies of states that it makes before its layers; without those to snapshots that have
+        been given back since."""
+        copies, self.state_copies = self.state_copies, []
+        states = self.tree.states
+        assert states is not None, "the model has states"
+        leased = states.are_leased(np.array([slot for _, slot in copies], dtype=np.int32)).tolist()
+        before = [copy for copy, kept in zip(copies, leased, strict=True) if kept or copy[1] < states.reserved]
+        return replace(batch, state_copies=batch.state_copies._replace(before=tuple(before)))
 
     def with_remaps(self, batch: StepBatch) -> StepBatch:
         """``batch`` with the page-table writes of pending remaps, which are made before any step reads those rows."""
@@ -387,7 +392,6 @@ class RequestMemory:
         if storage and below is None:
             raise ValueError("there is no storage tier")
         num_pages = self.tree.reset()
-        self.state_copies.clear()  # they are those of requests that have left, to snapshots that are nobody's now
         if storage and below is not None:
             below.clear()
         return num_pages

@@ -41,6 +41,21 @@ store_index = declared(
     "out_slots table[positions] norm_weight norm_bias | > queries key weights -> out out_weights cache_rows[out_slots]",
 )
 
+# See ``recurrence.short_convolution``.
+short_convolution = declared(
+    "short_convolution",
+    "x weight bias starts absorbed query_starts slots conv ring out",
+    "| > starts absorbed query_starts slots x weight bias conv[slots] ring[slots] -> out conv[slots] ring[slots]",
+)
+
+# See ``recurrence.recurrence``.
+recurrence = declared(
+    "recurrence",
+    "q k v decays beta starts absorbed query_starts slots matrix keys values kept_decays out",
+    "| > starts absorbed query_starts slots q k v decays beta matrix[slots] keys[slots] values[slots]"
+    " kept_decays[slots] -> out matrix[slots] keys[slots] values[slots] kept_decays[slots]",
+)
+
 # ``skinny_gemm.skinny_linear``, of which only the kernel of one row reads weights before its wait, and
 # fenceline_kernel's ``SkinnyGemm``, which also reads the norm's weight there. A norm of several rows is a kernel of
 # its own (``rms_norm``). ``out`` is the residual if there is one.

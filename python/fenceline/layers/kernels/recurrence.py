@@ -25,6 +25,7 @@ class _Request:
     tokens: slice
     slot: int
     kept_end: int  # tokens that are known to be kept
+    grid: int  # of the step's ``StateRows``
 
     @property
     def end(self) -> int:
@@ -35,8 +36,9 @@ def _requests(rows: StateRows) -> Iterator[_Request]:
     bounds = rows.query_starts.tolist()
     values = (rows.starts.tolist(), rows.absorbed.tolist(), rows.slots.tolist(), bounds[:-1], bounds[1:])
     for start, absorbed, slot, first, end in zip(*values, strict=True):
-        assert absorbed % GRID == 0 and absorbed <= start, (absorbed, start)
-        yield _Request(start, absorbed, slice(first, end), slot, start + end - first if rows.kept else start)
+        assert absorbed % rows.grid == 0 and absorbed <= start, (absorbed, start)
+        kept_end = start + end - first if rows.kept else start
+        yield _Request(start, absorbed, slice(first, end), slot, kept_end, rows.grid)
 
 
 def short_convolution(
@@ -63,7 +65,7 @@ def short_convolution(
         if bias is not None:
             total += bias.float()
         result[row.tokens] = total * sigmoid(total) if silu else total
-        absorbed = row.kept_end // GRID * GRID
+        absorbed = row.kept_end // row.grid * row.grid
         if absorbed > row.absorbed:
             columns[row.slot] = inputs[absorbed - row.absorbed :][:before]
         latest = range(max(row.start, row.end - ring.shape[1]), row.end)
@@ -147,15 +149,15 @@ def recurrence(
         matrix = state["matrix"][row.slot]
         matrix = matrix.clone() if row.absorbed else torch.zeros_like(matrix)
         new = [x[row.tokens] for x in (q, k, v, decays)], None if beta is None else beta[row.tokens]
-        for base in range(row.absorbed, row.end, GRID):
-            block = _Block(state, row, base, *new)
-            if base + GRID > row.start:
+        for base in range(row.absorbed, row.end, row.grid):
+            block, end = _Block(state, row, base, *new), base + row.grid
+            if end > row.start:
                 result[row.tokens][block.own] = block.compute(matrix)
-            if base + GRID > row.kept_end:
+            if end > row.kept_end:
                 block.store()
-            if base + GRID <= row.end:
+            if end <= row.end:
                 matrix = block.absorbed(matrix)
-            if base + GRID <= row.kept_end:
+            if end <= row.kept_end:
                 state["matrix"][row.slot] = matrix
     return result
 
@@ -168,7 +170,7 @@ class _Block:
     ) -> None:
         """``base`` is the position of the block's first token; ``new``: q, k, v and decays of the step's tokens."""
         self._state, self._row, self._base = state, row, base
-        self._first, self._end = min(max(row.start - base, 0), GRID), min(row.end - base, GRID)
+        self._first, self._end = min(max(row.start - base, 0), row.grid), min(row.end - base, row.grid)
         self.own = slice(base + self._first - row.start, base + self._end - row.start)  # of the request's tokens
         q, k, v, decays = new
         self._keys, self._values = self._tile(k, "k"), self._tile(v if beta is None else torch.zeros_like(v), "d")
