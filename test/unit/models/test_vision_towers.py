@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
@@ -125,6 +126,29 @@ def test_models_of_text_start_without_torchs_compiler() -> None:
     """Which takes two seconds to import, and comes with torch's attention to many images."""
     program = "import sys, fenceline.scheduler.process; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+@torch.inference_mode()
+def test_segments_are_the_same_by_their_bounds(
+    saved: Callable[[str], tuple[Path, transformers.PreTrainedModel]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU is told of them, whose attention a loop stands for here."""
+    tower = tower_of(saved(name)[0])
+    images = [prepare(picture(*size, seed), tower.config.images) for seed, size in enumerate(SIZES)]
+    expected = encode(tower, images)
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, of_keys: torch.Tensor, *longest: int
+    ) -> torch.Tensor:
+        spans = [*pairwise(bounds.tolist())]
+        assert bounds is of_keys and bounds.dtype == torch.int32 and {*longest} == {max(b - a for a, b in spans)}
+        parts = [[each[a:b].transpose(0, 1) for each in (q, k, v)] for a, b in spans]
+        return torch.cat([F.scaled_dot_product_attention(*part).transpose(0, 1) for part in parts])
+
+    monkeypatch.setattr(vision, "_has_varlen", lambda q: True)
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    torch.testing.assert_close(encode(tower, images), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
 @torch.inference_mode()
