@@ -104,11 +104,15 @@ class ImageClient:
         self._num_bytes += num_bytes
         tasks = [asyncio.ensure_future(self._prepared(image)) for image in images]
         try:
-            return await asyncio.gather(*tasks)
+            if tasks:  # gather would end only with the last of them, if the request has been aborted
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in tasks if task.done() and task.exception()]
+            return [task.result() for task in failed or tasks]
         finally:
             self._num_waiting -= len(images)
             self._num_bytes -= num_bytes
             for task in tasks:
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # one has been raised
                 task.cancel()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -47,6 +47,7 @@ from fenceline.frontend.request_stream import RequestStream, StreamGroup
 from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
+    GenerateChunk,
     GenerateInput,
     ImageSource,
     RequestError,
@@ -65,6 +66,7 @@ from fenceline.ipc.io_struct import (
     BatchTokenOut,
     ControlReply,
     FatalError,
+    FinishReason,
     IdArray,
     InternalState,
     Message,
@@ -109,6 +111,7 @@ class TokenizerManager:
         self._log = RequestLog(config)
         self._num_bodies = 0  # that had several prompts or samples
         self._preparing: set[str] = set()  # ids of requests between submit_many and the table
+        self._preparations: set[_Preparation] = set()  # the calls of submit_many that they are in
         self._pool = None if tokenizer is None else TokenizePool(tokenizer)
         self._ready = asyncio.Event()
         self._dead = asyncio.Event()
@@ -128,16 +131,27 @@ class TokenizerManager:
         return (await self.submit_many([inp])).streams[0]
 
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
-        """Validate all requests, then send all. Raises RequestError; then none was sent."""
+        """Validate all requests, then send all but those that have been aborted meanwhile. Raises RequestError; then
+        none was sent."""
         rids = [inp.rid for inp in inputs]
         ours = set(rids) - self._preparing  # an id that is already there is removed by the call that added it
+        preparation = _Preparation(inputs)
         self._preparing |= ours
+        self._preparations.add(preparation)
         try:
-            return await self._submit_many(inputs, rids)
+            async with preparation.wait:
+                return await self._submit_many(inputs, rids, preparation.aborted)
+        except TimeoutError:
+            if len(preparation.aborted) < len(inputs):
+                raise
+            return StreamGroup([self._aborted(rid) for rid in rids])
         finally:
+            self._preparations.discard(preparation)
             self._preparing -= ours
 
-    async def _submit_many(self, inputs: Sequence[GenerateInput], rids: Sequence[str]) -> StreamGroup:
+    async def _submit_many(
+        self, inputs: Sequence[GenerateInput], rids: Sequence[str], aborted: Set[str]
+    ) -> StreamGroup:
         limits, priority = self._require_serving(), self.config.priority
         if self.config.server_args.allow_auto_truncate:
             inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
@@ -167,7 +181,9 @@ class TokenizerManager:
                 self._displace(entry)
             sharing = Counter(map(id, images))
             streams = [
-                self._start(inp, message, sum([len(one.pixels) for one in pictures]) // sharing[id(pictures)])
+                self._aborted(inp.rid)
+                if inp.rid in aborted
+                else self._start(inp, message, sum([len(one.pixels) for one in pictures]) // sharing[id(pictures)])
                 for inp, message, pictures in zip(inputs, messages, images, strict=True)
             ]
         return StreamGroup(streams)
@@ -231,7 +247,11 @@ class TokenizerManager:
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
         """Abort the requests whose id, or whose body's id, begins with ``rid``, or all requests; unknown and empty
-        ids are ignored. Readers get a last chunk of type ``abort``."""
+        ids are ignored. Readers get a last chunk of type ``abort``. Requests that are being prepared are not sent, and
+        do not wait any longer for their images."""
+        if rid or abort_all:
+            for preparation in self._preparations:
+                preparation.abort("" if abort_all else rid)
         if abort_all:
             self._link.send(AbortReq(rid="", abort_all=True))
             return
@@ -378,6 +398,24 @@ class TokenizerManager:
         self._link.send(message)
         self._start_ticks()
         self._log.received(inp, message)
+        return stream
+
+    def _aborted(self, rid: str) -> RequestStream:
+        """The stream of a request that was aborted before it was sent."""
+        stream = RequestStream(rid, (), lambda _: None)
+        stream.push(
+            GenerateChunk(
+                rid=rid,
+                text="",
+                output_ids=[],
+                prompt_tokens=0,
+                completion_tokens=0,
+                cached_tokens=0,
+                e2e_latency=0.0,
+                finish_reason=FinishReason(type="abort", message="aborted"),
+            )
+        )
+        self.metrics.abandoned()
         return stream
 
     def _displace(self, entry: RequestEntry) -> None:
@@ -590,6 +628,24 @@ class TokenizerManager:
     def _note_idle(self) -> None:
         if not len(self._table):
             self._idle.set()
+
+
+class _Preparation:
+    """A call of ``submit_many``. ``aborted``: the ids of its requests that have been aborted. ``wait`` surrounds what
+    it waits for, and ends with a TimeoutError when all are."""
+
+    __slots__ = ("_inputs", "aborted", "wait")
+
+    def __init__(self, inputs: Sequence[GenerateInput]) -> None:
+        self._inputs = inputs
+        self.aborted: set[str] = set()
+        self.wait = asyncio.timeout(None)
+
+    def abort(self, rid: str) -> None:
+        """Abort the requests whose id, or whose body's id, begins with ``rid``."""
+        self.aborted |= {inp.rid for inp in self._inputs if inp.rid.startswith(rid) or inp.family.startswith(rid)}
+        if len(self.aborted) == len(self._inputs) and not self.wait.expired():
+            self.wait.reschedule(0.0)
 
 
 def _state_of(reply: ControlReply) -> InternalState:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from frontend_bench import Bench
 from hostile_images import data_url, hostile_images, oriented, picture, png, written
@@ -133,10 +134,10 @@ async def test_a_request_narrows_the_size_of_its_images(client: ImageClient) -> 
 
 
 class _Held:
-    """A process that answers when it is told to."""
+    """A process that answers when it is told to, with an error unless it has ``data``."""
 
-    def __init__(self) -> None:
-        self.go, self.num_running = asyncio.Event(), 0
+    def __init__(self, data: bytes = b"") -> None:
+        self.go, self.num_running, self.data = asyncio.Event(), 0, data
 
     async def started(self) -> bytes:
         return b""
@@ -145,7 +146,8 @@ class _Held:
         self.num_running += 1
         await self.go.wait()
         self.num_running -= 1
-        return JobResult(make(1).id, error="it is broken", is_refused=True)
+        error = "" if self.data else "it is broken"
+        return JobResult(make(1).id, data=self.data, error=error, is_refused=bool(error))
 
 
 async def test_images_of_clients_that_left_keep_their_turns(
@@ -160,8 +162,8 @@ async def test_images_of_clients_that_left_keep_their_turns(
             await asyncio.sleep(0)
         for task in leaving:
             task.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        _, waiting = await asyncio.wait(leaving, timeout=60)
+        assert not waiting, "nobody waits for what is still being decoded"
         assert held.num_running == client._num_children
     held.go.set()
     assert "it is broken" in (await _refusal(client, source(GOOD))).message
@@ -315,6 +317,45 @@ async def test_pixels_of_requests_in_flight_are_limited(bench: Bench, monkeypatc
     for stream in (*first.streams, second):
         stream.close()
     await bench.manager.submit(asked(7, 7, images=[source(GOOD)] * 2, rid="u"))
+
+
+@pytest.mark.parametrize("abort", [{"rid": "bo"}, {"abort_all": True}])
+async def test_an_abort_ends_the_wait_for_images(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, abort: dict[str, Any]
+) -> None:
+    held = _Held()
+    monkeypatch.setattr(bench.manager._images._process, "get", lambda: held)
+    body = replace(asked(7, images=[source(GOOD)]), rid="body")
+    waiting = asyncio.create_task(bench.manager.submit_many(expand_samples(body, 2)))
+    while not held.num_running and not waiting.done():
+        await asyncio.sleep(0)
+    bench.manager.abort(**abort)
+    bench.manager.abort(**abort)
+    answers = await (await waiting).collect()
+    assert held.num_running == 1, "the image is still being decoded"
+    assert [answer.finish_reason and answer.finish_reason.type for answer in answers] == ["abort"] * 2
+    assert not bench.link.requests() and not bench.manager.num_active and not bench.manager.is_active("body")
+    held.go.set()
+
+
+async def test_an_abort_leaves_others_of_the_body_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = _Held(msgspec.msgpack.encode(prepare(decode(GOOD), SETTINGS)))
+    monkeypatch.setattr(bench.manager._images._process, "get", lambda: held)
+    inputs = [asked(7, images=[source(GOOD)], rid=rid) for rid in ("one", "two")]
+    waiting = asyncio.create_task(bench.manager.submit_many(inputs))
+    while not held.num_running and not waiting.done():
+        await asyncio.sleep(0)
+    bench.manager.abort("one")
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    held.go.set()
+    first, second = (await waiting).streams
+    chunk = first.take()
+    assert chunk is not None and chunk.finish_reason is not None and chunk.finish_reason.type == "abort"
+    assert [request.rid for request in bench.link.requests()] == ["two"] and second.take() is None
+    first.close()
+    assert bench.manager.is_active("two")
 
 
 async def test_prompts_without_images_are_not_looked_through_again(
