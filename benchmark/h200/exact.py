@@ -515,7 +515,7 @@ def run(args: argparse.Namespace) -> int:
     reference: dict[str, list[Json]] = orjson.loads(file.read_bytes()) if file.is_file() else {}
     if len(reference) < len(pool):
         with BenchServer(folder, [*same, "--disable-radix-cache"], args.out / "quiet.log") as quiet:
-            asyncio.run(complete(reference, quiet.url, pool, until))
+            asyncio.run(complete(reference, quiet.url, pool, max(until, time.monotonic() + _LEAST_S)))
         file.write_bytes(orjson.dumps(reference))
     print(f"reference {key}: {len(reference)} of {len(pool)} requests", flush=True)
     if not reference:
