@@ -124,8 +124,8 @@ def evict_device(driver: Driver) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
 def test_the_shipped_drafts_are_accepted_cold_and_cached(algorithm: str, tmp_path: Path) -> None:
-    """Held-out items, one of each category, greedily: more than two tokens a step, as many from each tier as cold, and
-    the answers are right."""
+    """Held-out items, one of each category, greedily: more than two tokens a step, as many after a load from host or
+    storage as cold, and the answers are right."""
     tokenizer = Tokenizer.from_file(str(Path(demo_model_path()) / "tokenizer.json"))
     (newline,) = tokenizer.encode("\n").ids
     items = held_out_items(7, 12)
@@ -174,15 +174,14 @@ def test_the_shipped_drafts_are_accepted_cold_and_cached(algorithm: str, tmp_pat
 
     driver = make()
     cold = ask(driver, "")
-    lengths = [ask(driver, "device")]
     evict_device(driver)
-    lengths.append(ask(driver, "host"))
+    lengths = [ask(driver, "host")]
     evict_device(driver)
     driver.scheduler.close()
     driver = make()
     lengths.append(ask(driver, "storage"))
     driver.scheduler.close()
-    assert cold >= 2.0 and lengths == [pytest.approx(cold, abs=0.05)] * 3
+    assert cold >= 2.0 and lengths == [pytest.approx(cold, abs=0.05)] * 2
 
 
 def test_the_shipped_drafts_are_small() -> None:

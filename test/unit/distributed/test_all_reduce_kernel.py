@@ -206,7 +206,7 @@ def test_without_what_words_rely_on_the_kernels_are_wrong(
     program = emulated(tmp_path, 2, 2, code)
     for _ in range(5):
         try:
-            done = subprocess.run([program], capture_output=True, text=True, timeout=10)
+            done = subprocess.run([program], capture_output=True, text=True, timeout=5)
         except subprocess.TimeoutExpired:
             return
         if done.returncode:
