@@ -117,12 +117,14 @@ class Trainer:
                 )
 
     def run(self, progress: Progress, batches: Iterator[PictureRows]) -> Progress:
-        """Trains from `progress` to the end of the schedule."""
+        """Trains from `progress` to the end of the schedule. The tower rests until the rate decays: the text model
+        learns faster from embeddings that stay what they are, and a step takes less time."""
         args, first, started = self.args, progress.step, time.monotonic()
         while True:
             progress = plan_decay(progress, args, started, first)
             if progress.end_step is not None and progress.step >= progress.end_step:
                 return progress
+            self.model.tower_rests = progress.decay_start is None or progress.step < progress.decay_start
             batch = to_device(next(batches), self.device)
             loss, hits = self.model(batch)
             loss.backward()

@@ -148,12 +148,17 @@ def conversation(rng: random.Random, grids: tuple[tuple[int, int], ...], ease: f
     pictures = tuple(draw(rng, rng.choice(grids), ease) for _ in range(total))
     # Mostly all are shown at once; otherwise the last comes with a later question, and is asked for from then on.
     known = total if total < 2 or rng.random() < 0.7 else total - 1
-    unasked: list[list[Item]] = [questions(rng, each, _where(rng, i, total)) for i, each in enumerate(pictures)]
+
+    def ask_all() -> list[list[Item]]:
+        return [questions(rng, each, _where(rng, i, known)) for i, each in enumerate(pictures[:known])]
+
+    unasked = ask_all()
     document: Document = []
     new = list(range(known))
     for turn in range(12):
         if turn == 2 and known < total:
             new, known = [known], total
+            unasked = ask_all()
         if total == 0 or rng.random() < 0.02:
             about, answer = rng.choice(_TALK)
             if total == 0 and rng.random() < 0.7:

@@ -50,10 +50,11 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> None:
-        """One update at `lr * lr_scale`; consumes the gradients."""
+        """One update at `lr * lr_scale`; consumes the gradients. What has none keeps its values."""
         lr = torch.tensor(self.lr * lr_scale, device=self.params[0].device)
         for param, momentum in zip(self.params, self.momenta, strict=True):
-            assert param.grad is not None, "step() follows backward()"
+            if param.grad is None:
+                continue
             self._update(param, momentum, param.grad, lr, self.beta, self.weight_decay, self.dtype)
             param.grad = None
 

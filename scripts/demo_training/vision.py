@@ -200,6 +200,8 @@ class VisionModel(nn.Module):
         super().__init__()
         self.text = DemoModel(shape, dtype, compiled)
         self.tower = Tower(TowerShape(), shape.hidden_size, dtype)
+        self.tower_rests = False
+        """Whether the tower is computed without gradients."""
 
     def matrices(self) -> list[nn.Parameter]:
         """The stacked weight matrices, [count, out, in] each."""
@@ -225,8 +227,9 @@ class VisionModel(nn.Module):
         deep = [torch.zeros_like(x) for _ in self.tower.shape.deepstack]
         named = torch.zeros((), device=x.device)
         for pixels, labels, places in batch.pictures:
-            embeddings, *more = results = self.tower(pixels)
-            named = named + self.tower.label_loss(results, labels)[0] / len(batch.pictures)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.tower_rests):
+                embeddings, *more = results = self.tower(pixels)
+                named = named + self.tower.label_loss(results, labels)[0] / len(batch.pictures)
             x = x.index_copy(0, places, embeddings)
             deep = [each.index_copy(0, places, new) for each, new in zip(deep, more, strict=True)]
         return self.text.layers(x, self.rotary(batch.axes.flatten(1)), batch.ids.shape, deep)[0][-1], named

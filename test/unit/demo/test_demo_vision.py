@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -135,6 +136,16 @@ def test_the_chat_template_writes_what_was_trained() -> None:
         assert template.render(both, add_generation_prompt=False) == "".join(text for text, _ in document)
 
 
+def test_questions_name_a_picture_where_there_are_several() -> None:
+    for seed in range(80):
+        seen = 0
+        for message, _ in conversation(random.Random(seed), GRIDS[:1]).document[::3]:
+            seen += message.count(IMAGE_PAD)
+            if seen and re.search("How many|colour|Which|is in", message):
+                named = re.search("in image [123][?]|(first|second|third) image[?]", message) is not None
+                assert named == (seen > 1), message
+
+
 def test_rows_have_pictures_where_the_text_shows_them() -> None:
     tokenizer, rng = _tokenizer(), random.Random(1)
     encoder = FastEncoder(tokenizer)
@@ -217,6 +228,22 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     trainer.run(Progress(), _batches(tmp_path, 0))
     with torch.no_grad():
         assert trainer.model(held_out)[0].item() < 0.8 * before
+
+
+def test_the_tower_rests_until_the_rate_decays(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, "--max-steps", "3", "--eval-every", "1000")
+
+    def weights() -> tuple[torch.Tensor, ...]:
+        parts = trainer.model.tower.qkv, trainer.model.tower.qkv_bias, trainer.model.text.embed
+        return tuple(part.detach().clone() for part in parts)
+
+    before = weights()
+    with pytest.raises(StopIteration):
+        trainer.run(Progress(), itertools.islice(_batches(tmp_path, 0), 1))
+    resting = weights()
+    assert [torch.equal(*pair) for pair in zip(before, resting, strict=True)] == [True, True, False]
+    trainer.run(Progress(step=1), _batches(tmp_path, 1))
+    assert not any(torch.equal(*pair) for pair in zip(resting, weights(), strict=True))
 
 
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
