@@ -13,6 +13,7 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.recurrence import DeltaGates
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import DenseWeight, RMSNorm
 from fenceline.memory_order.kernel import Kernel
@@ -112,6 +113,31 @@ class LaunchedLayerKernels(LayerKernels):
         operands = (x, weight, bias, *_of_rows(rows), state["conv"], state["x"], out)
         accesses.short_convolution.launch(compute, *operands)
         return out
+
+    def delta_inputs(
+        self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        def compute(
+            mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
+            *written: torch.Tensor,
+        ) -> None:  # fmt: skip
+            made = _TORCH.delta_inputs(mixed, a, b, replace(gates, a_log=a_log, dt_bias=dt_bias))
+            for out, value in zip(written, made, strict=True):
+                out.copy_(value)
+
+        tokens, heads = a.shape
+        values = mixed.shape[1] - 2 * gates.num_key_heads * gates.key_dim
+        keys = (tokens, gates.num_key_heads, gates.key_dim)
+        shapes = (keys, keys, (tokens, heads, values // heads), (tokens, heads), (tokens, heads))
+        q, k, v, decays, beta = (mixed.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        operands = (mixed, a, b, gates.a_log, gates.dt_bias, q, k, v, decays, beta)
+        accesses.delta_inputs.launch(compute, *operands)
+        return q, k, v, decays, beta
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _result(
+            accesses.gated_norm, partial(_TORCH.gated_norm, eps=eps), gate.new_empty(x.shape), x, gate, weight
+        )
 
     def recurrence(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decays: torch.Tensor, beta: torch.Tensor | None,

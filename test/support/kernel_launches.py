@@ -4,18 +4,22 @@ module needs Triton."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from kernel_surroundings import Launch
 from routed_tokens import routed
 
 from fenceline.config.families import ExpertsConfig
+from fenceline.config.state_layout import GRID
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels import accesses, embed_join
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.index_rows import packed, rounded
+from fenceline.layers.kernels.recurrence import DeltaGates
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.layers.kernels.triton import (
     activation,
@@ -26,6 +30,7 @@ from fenceline.layers.kernels.triton import (
     int4_gemm,
     page_gather,
     quantized_gemm,
+    recurrence,
     rms_norm,
     rotate_store,
     routing,
@@ -40,6 +45,7 @@ from fenceline.layers.kernels.triton import kv_rows as kv_rows_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
+from fenceline.layers.recurrent_state import StateRows
 from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
 from fenceline.sampling import draw_kernels as sample
 from fenceline.sampling.gumbel import mix_seeds
@@ -56,6 +62,7 @@ def launches() -> Iterator[Launch]:
     yield from _rotations()
     yield from _latents()
     yield from _indexes()
+    yield from _recurrences()
     yield from _products_by_head()
     yield from _products()
     yield from _quantized_products()
@@ -173,6 +180,65 @@ def _indexes() -> Iterator[Launch]:
         operands = (queries, key, *norm, table, positions, weights, *outputs, cache_rows, slots)
         name = f"store_index {num_tokens}x{num_heads}"
         yield Launch(name, accesses.store_index, operands, run, waits_in=store_index)
+
+
+def _recurrences() -> Iterator[Launch]:
+    for tokens, repeats in ((3, 2), (1, 1)):
+        key_heads, key_dim, heads, value_dim = 2, 12, 2 * repeats, 20
+        made = [_random(tokens, key_heads, key_dim), _random(tokens, key_heads, key_dim)]
+        made += [_random(tokens, heads, value_dim), _random(tokens, heads), _random(tokens, heads)]
+        mixed = _random(tokens, 2 * key_heads * key_dim + heads * value_dim)
+
+        def run_inputs(pdl: bool, mixed: Any, a: Any, b: Any, a_log: Any, dt_bias: Any, *made: Any) -> None:
+            recurrence.delta_inputs(mixed, a, b, DeltaGates(a_log, dt_bias, 2, 12), pdl)
+
+        operands = (mixed, _random(tokens, heads), _random(tokens, heads), _random(heads), _random(heads), *made)
+        yield Launch(f"delta_inputs {tokens}x{repeats}", accesses.delta_inputs, operands, run_inputs, made)
+
+        def run_norm(pdl: bool, x: Any, gate: Any, weight: Any, out: Any) -> None:
+            recurrence.gated_norm(x, gate, weight, 1e-6, pdl)
+
+        operands = (_random(tokens, 3, 20), _random(tokens, 3, 20), _random(20), out := _random(tokens, 3, 20))
+        yield Launch(f"gated_norm {tokens}", accesses.gated_norm, operands, run_norm, [out])
+    # Of three requests the first one fills a block in the middle, the second begins with another's state.
+    starts, lens = torch.tensor([70, 64, 0]), [60, 2, 5]
+    rows = (
+        starts,
+        starts // GRID * GRID,
+        torch.tensor([0, *accumulate(lens)], dtype=torch.int32),
+        torch.tensor([3, 1, 4]),
+    )
+    for has_all in (True, False):
+        channels, num_tokens = 40, sum(lens)
+        state = _random(6, 3, channels), _random(6, 3, channels)
+        out = _random(num_tokens, channels)
+
+        def convolve(pdl: bool, x: Any, weight: Any, bias: Any, *rest: Any) -> None:
+            *given, columns, ring, _ = rest
+            state = {"conv": columns, "x": ring}
+            recurrence.short_convolution(x, weight, bias, True, state, _state_rows(given, lens), pdl)
+
+        operands = (_random(num_tokens, channels), _random(channels, 4), _random(channels) if has_all else None)
+        name = f"short_convolution, {'with' if has_all else 'without'} a bias"
+        yield Launch(name, accesses.short_convolution, (*operands, *rows, *state, out), convolve, [out])
+        sizes = (num_tokens, 1, 12), (num_tokens, 1, 12), (num_tokens, 2, 20), (num_tokens, 2)
+        q, k, v, decays = (_random(*size) / 4 for size in sizes)
+        beta = torch.rand(num_tokens, 2) if has_all else None
+        kept = _random(6, 2, 12, 20), _random(6, 64, 1, 12) / 4, _random(6, 64, 2, 20), -torch.rand(6, 64, 2)
+        out = torch.empty_like(v)
+
+        def recur(pdl: bool, q: Any, k: Any, v: Any, decays: Any, beta: Any, *rest: Any) -> None:
+            *given, matrix, keys, values, kept_decays, _ = rest
+            state = {"matrix": matrix, "k": keys, "d": values, "decay": kept_decays}
+            recurrence.recurrence(q, k, v, decays, beta, state, _state_rows(given, lens), pdl)
+
+        name = f"recurrence, {'with' if has_all else 'without'} a delta rule"
+        yield Launch(name, accesses.recurrence, (q, k, v, -decays.abs(), beta, *rows, *kept, out), recur, [out])
+
+
+def _state_rows(operands: Any, lens: list[int]) -> StateRows:
+    starts, absorbed, query_starts, slots = operands
+    return StateRows(starts, absorbed, query_starts, np.array(lens), slots)
 
 
 def _products_by_head() -> Iterator[Launch]:

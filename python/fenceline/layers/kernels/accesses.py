@@ -48,6 +48,14 @@ short_convolution = declared(
     "| > starts absorbed query_starts slots x weight bias conv[slots] ring[slots] -> out conv[slots] ring[slots]",
 )
 
+# See ``recurrence.delta_inputs``.
+delta_inputs = declared(
+    "delta_inputs", "mixed a b a_log dt_bias q k v decays beta", "| > mixed a b a_log dt_bias -> q k v decays beta"
+)
+
+# See ``recurrence.gated_norm``.
+gated_norm = declared("gated_norm", "x gate weight out", "| > x gate weight -> out")
+
 # See ``recurrence.recurrence``.
 recurrence = declared(
     "recurrence",

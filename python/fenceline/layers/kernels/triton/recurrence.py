@@ -1,0 +1,517 @@
+"""Recurrent layers: the short convolution, what a gated delta net makes of its result, linear attention with states by
+blocks, and the gated norm.
+
+No tile depends on a step. A program computes the rows of its request 16 at a time, at places that are multiples of 16
+from the request's first token, with the same products whether one of the rows is new or all of them are. So the bits of
+a token's result do not depend on how tokens come in steps, nor on other requests.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fenceline.config.state_layout import GRID
+from fenceline.layers.kernels.recurrence import DeltaGates
+from fenceline.layers.recurrent_state import LayerState, StateRows
+from fenceline.memory_order.triton_launcher import KernelVariant
+
+_BLOCK_TOKENS, _BLOCK_CHANNELS = 32, 128
+_BLOCK_VALUES = 64  # features of values in a program
+_BLOCK_FEATURES = 32  # of keys, in a product
+_BLOCK_ROWS = 8  # of the gated norm
+_PRECISION = "tf32x3"  # three products of a tensor core, which together are as exact as float32
+
+
+def _operands(rows: StateRows) -> tuple[torch.Tensor, ...]:
+    assert all(x.dtype == torch.int64 and x.is_contiguous() for x in (rows.starts, rows.absorbed, rows.slots))
+    assert rows.query_starts.dtype == torch.int32
+    assert rows.grid == GRID, "tiles are blocks"
+    return rows.starts, rows.absorbed, rows.query_starts, rows.slots
+
+
+def _slot_stride(x: torch.Tensor) -> int:
+    assert x[0].is_contiguous(), "a slot's part is contiguous"
+    return x.stride(0)
+
+
+def short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    state: LayerState,
+    rows: StateRows,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """See ``LayerKernels.short_convolution``. The last axis of x is contiguous, as are weight and bias. Current stream,
+    no host synchronisation. Only programs of a request's first tokens read or write its slot."""
+    columns, ring, (channels, taps) = state["conv"], state["x"], weight.shape
+    assert x.shape[1] == channels and x.stride(1) == 1 and weight.is_contiguous()
+    assert x.dtype == columns.dtype == ring.dtype and taps - 1 <= _BLOCK_TOKENS
+    out = x.new_empty(x.shape)
+    constants = {
+        "CHANNELS": channels,
+        "TAPS": taps,
+        "RING": ring.shape[1],
+        "BLOCK_RING": triton.next_power_of_2(ring.shape[1]),
+        "X_ROW": x.stride(0),
+        "COLUMNS_SLOT": _slot_stride(columns),
+        "RING_SLOT": _slot_stride(ring),
+        "KEPT": rows.kept,
+        "SILU": silu,
+        "HAS_BIAS": bias is not None,
+        "BLOCK_T": _BLOCK_TOKENS,
+        "BLOCK_C": _BLOCK_CHANNELS,
+        "GRID": GRID,
+    }
+    grid = (len(rows.slots), -(-int(rows.query_lens_cpu.max()) // _BLOCK_TOKENS), -(-channels // _BLOCK_CHANNELS))
+    tensors = (x, weight, bias, columns, ring, *_operands(rows), out)
+    _variant(_short_convolution_kernel, tuple(constants.items())).launch(grid, tensors)
+    return out
+
+
+@cache
+def _variant(kernel: object, constants: tuple[tuple[str, int | bool | str], ...], num_warps: int = 4) -> KernelVariant:
+    return KernelVariant(kernel, dict(constants), num_warps)  # type: ignore[arg-type]
+
+
+@triton.jit
+def _short_convolution_kernel(
+    x, weight, bias, columns, ring, starts, absorbed_by, query_starts, slots, out,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, BLOCK_RING: tl.constexpr, X_ROW: tl.constexpr,
+    COLUMNS_SLOT: tl.constexpr, RING_SLOT: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """One program computes some channels of some tokens of a request."""
+    BEFORE: tl.constexpr = TAPS - 1
+    request, tile = tl.program_id(0), tl.program_id(1)
+    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = channels < CHANNELS
+    first = tl.load(query_starts + request).to(tl.int64)
+    num = tl.load(query_starts + request + 1).to(tl.int64) - first
+    if tile * BLOCK_T < num:
+        start, absorbed = tl.load(starts + request), tl.load(absorbed_by + request)
+        slot = tl.load(slots + request)
+        own_columns, own_ring = columns + slot * COLUMNS_SLOT, ring + slot * RING_SLOT
+        tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+        total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+        for tap in tl.static_range(TAPS):
+            at = tokens - BEFORE + tap  # counted from the first token of the step
+            new = (at >= 0) & (at < num)
+            values = tl.load(
+                x + (first + at)[:, None] * X_ROW + channels[None, :], mask=new[:, None] & live[None, :], other=0.0
+            ).to(tl.float32)
+            if tile == 0:
+                position = start + at
+                kept = (at < 0) & (position >= absorbed)
+                values += tl.load(
+                    own_ring + (position % RING)[:, None] * CHANNELS + channels[None, :],
+                    mask=kept[:, None] & live[None, :], other=0.0,
+                ).to(tl.float32)  # fmt: skip
+                column = position - absorbed + BEFORE
+                carried = (at < 0) & (position < absorbed) & (column >= tl.where(absorbed > 0, 0, BEFORE))
+                values += tl.load(
+                    own_columns + column[:, None] * CHANNELS + channels[None, :],
+                    mask=carried[:, None] & live[None, :], other=0.0,
+                ).to(tl.float32)  # fmt: skip
+            factor = tl.load(weight + channels * TAPS + tap, mask=live, other=0.0).to(tl.float32)
+            total += values * factor[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + channels, mask=live, other=0.0).to(tl.float32)[None, :]
+        if SILU:
+            total = total / (1 + tl.exp(-total))
+        tl.store(
+            out + (first + tokens)[:, None] * CHANNELS + channels[None, :],
+            total.to(out.dtype.element_ty), mask=(tokens < num)[:, None] & live[None, :],
+        )  # fmt: skip
+        if tile == 0:
+            kept_end = start
+            if KEPT:
+                kept_end += num
+            after = kept_end // GRID * GRID
+            taps = tl.arange(0, BLOCK_RING)
+            carried_at = after - BEFORE + taps - start
+            moved = taps < tl.where(after > absorbed, BEFORE, 0)
+            carry = tl.load(
+                x + (first + carried_at)[:, None] * X_ROW + channels[None, :],
+                mask=(moved & (carried_at >= 0))[:, None] & live[None, :], other=0.0,
+            ) + tl.load(
+                own_ring + ((start + carried_at) % RING)[:, None] * CHANNELS + channels[None, :],
+                mask=(moved & (carried_at < 0))[:, None] & live[None, :], other=0.0,
+            )  # fmt: skip
+            tl.debug_barrier()  # before what has been read is overwritten
+            tl.store(
+                own_columns + taps[:, None] * CHANNELS + channels[None, :], carry, mask=moved[:, None] & live[None, :]
+            )
+            latest_at = num - RING + taps
+            latest = ((taps < RING) & (latest_at >= 0))[:, None] & live[None, :]
+            inputs = tl.load(x + (first + latest_at)[:, None] * X_ROW + channels[None, :], mask=latest, other=0.0)
+            tl.store(
+                own_ring + ((start + latest_at) % RING)[:, None] * CHANNELS + channels[None, :], inputs, mask=latest
+            )
+
+
+def delta_inputs(
+    mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``LayerKernels.delta_inputs``. ``mixed`` is contiguous, as are the gates of a token in a and b."""
+    (num_tokens, width), heads = mixed.shape, a.shape[1]
+    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1
+    keys, values = (num_tokens, gates.num_key_heads, gates.key_dim), width - 2 * gates.num_key_heads * gates.key_dim
+    q, k = mixed.new_empty(keys, dtype=torch.float32), mixed.new_empty(keys, dtype=torch.float32)
+    v = mixed.new_empty(num_tokens, heads, values // heads, dtype=torch.float32)
+    decays, beta = (mixed.new_empty(num_tokens, heads, dtype=torch.float32) for _ in range(2))
+    if num_tokens:
+        repeats = heads // gates.num_key_heads
+        constants = {
+            "KEY_HEADS": gates.num_key_heads,
+            "REPEATS": repeats,
+            "BLOCK_REPEATS": triton.next_power_of_2(repeats),
+            "K": gates.key_dim,
+            "BLOCK_K": triton.next_power_of_2(gates.key_dim),
+            "VALUES": values // gates.num_key_heads,
+            "BLOCK_VALUES": triton.next_power_of_2(values // gates.num_key_heads),
+            "A_ROW": a.stride(0),
+            "B_ROW": b.stride(0),
+        }
+        variant = _variant(_delta_inputs_kernel, tuple(constants.items()), 1)
+        tensors = (mixed, a, b, gates.a_log, gates.dt_bias, q, k, v, decays, beta)
+        variant.launch((num_tokens, gates.num_key_heads), tensors)
+    return q, k, v, decays, beta
+
+
+@triton.jit
+def _delta_inputs_kernel(
+    mixed, a, b, a_log, dt_bias, q, k, v, decays, beta,
+    KEY_HEADS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_REPEATS: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_VALUES: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
+):  # fmt: skip
+    """One program: a token's key head with the heads that share it."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = mixed + token * (KEY_HEADS * (2 * K + VALUES))
+    features = tl.arange(0, BLOCK_K)
+    live = features < K
+    query = tl.load(row + head * K + features, mask=live, other=0.0).to(tl.float32)
+    key = tl.load(row + (KEY_HEADS + head) * K + features, mask=live, other=0.0).to(tl.float32)
+    query = query * tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K**-0.5)
+    key = key * tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+    tl.store(q + (token * KEY_HEADS + head) * K + features, query, mask=live)
+    tl.store(k + (token * KEY_HEADS + head) * K + features, key, mask=live)
+    features = tl.arange(0, BLOCK_VALUES)
+    live = features < VALUES
+    value = tl.load(row + 2 * KEY_HEADS * K + head * VALUES + features, mask=live, other=0.0).to(tl.float32)
+    tl.store(v + (token * KEY_HEADS + head) * VALUES + features, value, mask=live)
+    repeats = tl.arange(0, BLOCK_REPEATS)
+    heads, live = head * REPEATS + repeats, repeats < REPEATS
+    step = tl.load(a + token * A_ROW + heads, mask=live, other=0.0).to(tl.float32)
+    step += tl.load(dt_bias + heads, mask=live, other=0.0)
+    step = tl.where(step > 20.0, step, tl.log(1 + tl.exp(step)))
+    rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))
+    tl.store(decays + token * (KEY_HEADS * REPEATS) + heads, -rate * step, mask=live)
+    gate = tl.load(b + token * B_ROW + heads, mask=live, other=0.0).to(tl.float32)
+    tl.store(beta + token * (KEY_HEADS * REPEATS) + heads, 1 / (1 + tl.exp(-gate)), mask=live)
+
+
+def recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decays: torch.Tensor,
+    beta: torch.Tensor | None,
+    state: LayerState,
+    rows: StateRows,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """See ``LayerKernels.recurrence``, with one decay for each head. All operands are contiguous float32. Current
+    stream, no host synchronisation."""
+    (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
+    operands = (q, k, v, decays) if beta is None else (q, k, v, decays, beta)
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in operands) and decays.dim() == 2
+    ring = state["k"].shape[1]
+    block_values = max(min(triton.next_power_of_2(value_dim), _BLOCK_VALUES), 16)
+    out = torch.empty_like(v)
+    constants = {
+        "HEADS": heads,
+        "KEY_HEADS": key_heads,
+        "K": key_dim,
+        "V": value_dim,
+        "BLOCK_V": block_values,
+        "RING": ring,
+        "MATRIX_SLOT": _slot_stride(state["matrix"]),
+        "K_SLOT": _slot_stride(state["k"]),
+        "D_SLOT": _slot_stride(state["d"]),
+        "DECAY_SLOT": _slot_stride(state["decay"]),
+        "KEPT": rows.kept,
+        "HAS_BETA": beta is not None,
+        "CHUNK": _BLOCK_FEATURES,
+        "PRECISION": _PRECISION,
+        "GRID": GRID,
+    }
+    kept = (state["matrix"], state["k"], state["d"], state["decay"])
+    variant = _variant(_recurrence_kernel, tuple(constants.items()))
+    grid = (len(rows.slots), heads, -(-value_dim // block_values))
+    scratch = None if rows.kept else v.new_empty(len(rows.slots), heads, key_dim, value_dim)
+    variant.launch(grid, (q, k, v, decays, beta, *kept, scratch, *_operands(rows), out))
+    if rows.kept and rows.query_lens_cpu.max() > 1:
+        names = ("HEADS", "KEY_HEADS", "K", "RING", "K_SLOT", "DECAY_SLOT", "GRID")
+        block = ("BLOCK_K", triton.next_power_of_2(key_dim))
+        variant = _variant(_keep_rows_kernel, (*((name, constants[name]) for name in names), block))
+        variant.launch((len(rows.slots), heads), (k, decays, state["k"], state["decay"], *_operands(rows)))
+    return out
+
+
+@triton.jit
+def _sums_at(rows, tokens, sums):
+    """Those of ``sums`` [GRID] whose tokens are ``rows``."""
+    return tl.sum(tl.where(tokens[None, :] == rows[:, None], sums[None, :], 0.0), 1)
+
+
+@triton.jit
+def _key_features(
+    new, kept, rows, base, first, low, high, features, K: tl.constexpr, ROW: tl.constexpr, RING: tl.constexpr
+):  # fmt: skip
+    """Some features of the keys of ``rows`` of a block, [rows, features]: those before ``low`` are kept, those before
+    ``high`` are of this step, and zeros. ``first``: where the block's token 0 is on the T axis, were it of this
+    step."""
+    live = (features < K)[None, :]
+    old = kept + ((base + rows) % RING)[:, None] * ROW + features[None, :]
+    own = new + (first + rows)[:, None] * ROW + features[None, :]
+    is_own = (rows >= low) & (rows < high)
+    return tl.load(old, (rows < low)[:, None] & live, 0.0) + tl.load(own, is_own[:, None] & live, 0.0)
+
+
+@triton.jit
+def _scores(
+    new_q, new_k, kept_k, rows, others, base, first, low, high, FOR_KEYS: tl.constexpr, K: tl.constexpr,
+    ROW: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries, and of the keys, of ``rows`` with the keys of ``others``."""
+    of_queries = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
+    of_keys = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
+    is_new = (rows >= low) & (rows < high)
+    for chunk in range(0, K, CHUNK):
+        features = chunk + tl.arange(0, CHUNK)
+        other = tl.trans(_key_features(new_k, kept_k, others, base, first, low, high, features, K, ROW, RING))
+        place = new_q + (first + rows)[:, None] * ROW + features[None, :]
+        queries = tl.load(place, is_new[:, None] & (features < K)[None, :], 0.0)
+        of_queries = tl.dot(queries, other, of_queries, input_precision=PRECISION)
+        if FOR_KEYS:
+            keys = _key_features(new_k, kept_k, rows, base, first, low, high, features, K, ROW, RING)
+            of_keys = tl.dot(keys, other, of_keys, input_precision=PRECISION)
+    return of_queries, of_keys
+
+
+@triton.jit
+def _recurrence_kernel(
+    q, k, v, decays, beta, matrix, ring_k, ring_d, ring_decay, scratch, starts, absorbed_by, query_starts, slots, out,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    RING: tl.constexpr, MATRIX_SLOT: tl.constexpr, K_SLOT: tl.constexpr, D_SLOT: tl.constexpr,
+    DECAY_SLOT: tl.constexpr, KEPT: tl.constexpr, HAS_BETA: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """One program computes some features of a head's values, for all tokens of a request. Its part of the matrix and
+    the rows ``d`` of the ring are its own, so that it may overwrite them; keys and decays it shares with other
+    programs, which may be behind, so rows that these still need are overwritten by the next kernel. A matrix that is
+    not kept goes to ``scratch``."""
+    ROWS: tl.constexpr = 16
+    KEY_ROW: tl.constexpr = KEY_HEADS * K
+    VALUE_ROW: tl.constexpr = HEADS * V
+    request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key_head = head // (HEADS // KEY_HEADS)
+    begin = tl.load(query_starts + request).to(tl.int64)
+    num = tl.load(query_starts + request + 1).to(tl.int64) - begin
+    if num > 0:
+        start, absorbed = tl.load(starts + request), tl.load(absorbed_by + request)
+        slot = tl.load(slots + request)
+        end = start + num
+        kept_end = start
+        if KEPT:
+            kept_end = end
+        values = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        of_values = (values < V)[None, :]
+        in_block, local = tl.arange(0, GRID), tl.arange(0, ROWS)
+        own_matrix = matrix + slot * MATRIX_SLOT + head * (K * V)
+        not_kept = own_matrix
+        if not KEPT:
+            not_kept = scratch + (request.to(tl.int64) * HEADS + head) * (K * V)
+        current = own_matrix
+        kept_k = ring_k + slot * K_SLOT + key_head * K
+        kept_d = ring_d + slot * D_SLOT + head * V
+        kept_decay = ring_decay + slot * DECAY_SLOT + head
+        new_k, new_q, new_v = k + key_head * K, q + key_head * K, v + head * V
+        for block in range((end - absorbed + GRID - 1) // GRID):
+            base = absorbed + block * GRID
+            first = begin + base - start
+            low = tl.minimum(tl.maximum(start - base, 0), GRID)
+            high = tl.minimum(end - base, GRID)
+            old = tl.load(kept_decay + (base + in_block) % RING * HEADS, mask=in_block < low, other=0.0)
+            own = (in_block >= low) & (in_block < high)
+            decay = old + tl.load(decays + (first + in_block) * HEADS + head, mask=own, other=0.0)
+            sums = tl.cumsum(decay.to(tl.float64), 0)
+            if low < high:
+                for sub in range(low // ROWS, (high + ROWS - 1) // ROWS):
+                    rows = sub * ROWS + local
+                    is_new = (rows >= low) & (rows < high)
+                    to_row = _sums_at(rows, in_block, sums)
+                    growth = tl.exp(to_row.to(tl.float32))[:, None]
+                    result = tl.zeros((ROWS, BLOCK_V), tl.float32)
+                    known = tl.zeros((ROWS, BLOCK_V), tl.float32)
+                    if base > 0:
+                        for chunk in range(0, K, CHUNK):
+                            features = chunk + tl.arange(0, CHUNK)
+                            live = features < K
+                            carried = tl.load(
+                                current + features[:, None] * V + values[None, :], live[:, None] & of_values, 0.0
+                            )
+                            place = new_q + (first + rows)[:, None] * KEY_ROW + features[None, :]
+                            queries = tl.load(place, is_new[:, None] & live[None, :], 0.0) * growth
+                            result = tl.dot(queries, carried, result, input_precision=PRECISION)
+                            if HAS_BETA:
+                                keys = _key_features(
+                                    new_k, kept_k, rows, base, first, low, high, features, K, KEY_ROW, RING
+                                )
+                                known = tl.dot(keys * growth, carried, known, input_precision=PRECISION)
+                    place = new_v + (first + rows)[:, None] * VALUE_ROW + values[None, :]
+                    wanted = tl.load(place, is_new[:, None] & of_values, 0.0)
+                    if HAS_BETA:
+                        share = tl.load(beta + (first + rows) * HEADS + head, mask=is_new, other=0.0)[:, None]
+                        wanted = share * (wanted - known)
+                    for before in range(sub):
+                        others = before * ROWS + local
+                        between = tl.exp((to_row[:, None] - _sums_at(others, in_block, sums)[None, :]).to(tl.float32))
+                        of_queries, of_keys = _scores(
+                            new_q, new_k, kept_k, rows, others, base, first, low, high,
+                            HAS_BETA, K, KEY_ROW, RING, CHUNK, PRECISION,
+                        )  # fmt: skip
+                        place = kept_d + ((base + others) % RING)[:, None] * VALUE_ROW + values[None, :]
+                        written = tl.load(place, of_values, 0.0)
+                        result += tl.dot(of_queries * between, written, input_precision=PRECISION)
+                        if HAS_BETA:
+                            wanted -= tl.dot(of_keys * between * share, written, input_precision=PRECISION)
+                    between = tl.exp((to_row[:, None] - to_row[None, :]).to(tl.float32))
+                    of_queries, of_keys = _scores(
+                        new_q, new_k, kept_k, rows, rows, base, first, low, high,
+                        HAS_BETA, K, KEY_ROW, RING, CHUNK, PRECISION,
+                    )  # fmt: skip
+                    is_old = (rows < low)[:, None]
+                    place = kept_d + ((base + rows) % RING)[:, None] * VALUE_ROW + values[None, :]
+                    written = tl.load(place, is_old & of_values, 0.0) + tl.where(is_old, 0.0, wanted)
+                    if HAS_BETA:
+                        scores = tl.where(local[:, None] > local[None, :], of_keys * between * share, 0.0)
+                        for row in range(1, ROWS):
+                            is_row = (local == row)[:, None]
+                            of_row = tl.sum(tl.where(is_row, scores, 0.0), 0)
+                            change = tl.sum(of_row[:, None] * written, 0)
+                            written -= tl.where(is_row, change[None, :], 0.0)
+                    scores = tl.where(local[:, None] >= local[None, :], of_queries * between, 0.0)
+                    result += tl.dot(scores, written, input_precision=PRECISION)
+                    store = is_new[:, None] & of_values
+                    tl.store(out + (first + rows)[:, None] * VALUE_ROW + head * V + values[None, :], result, store)
+                    tl.store(place, written, store)
+                    tl.debug_barrier()  # other threads read these rows
+            if base + GRID <= end:
+                target = not_kept
+                if base + GRID <= kept_end:
+                    target = own_matrix
+                total = tl.sum(tl.where(in_block == GRID - 1, sums, 0.0), 0)
+                for chunk in range(0, K, CHUNK):
+                    features = chunk + tl.arange(0, CHUNK)
+                    place = features[:, None] * V + values[None, :]
+                    live = (features < K)[:, None] & of_values
+                    before = (features < tl.where(base > 0, K, 0))[:, None] & of_values
+                    carried = tl.load(current + place, before, 0.0) * tl.exp(total.to(tl.float32))
+                    for sub in range(GRID // ROWS):
+                        rows = sub * ROWS + local
+                        growth = tl.exp((total - _sums_at(rows, in_block, sums)).to(tl.float32))[:, None]
+                        keys = _key_features(new_k, kept_k, rows, base, first, low, high, features, K, KEY_ROW, RING)
+                        place_d = kept_d + ((base + rows) % RING)[:, None] * VALUE_ROW + values[None, :]
+                        written = tl.load(place_d, of_values, 0.0)
+                        carried += tl.dot(tl.trans(keys * growth), written, input_precision=PRECISION)
+                    tl.store(target + place, carried, live)
+                current = target
+                tl.debug_barrier()  # other threads read the matrix, and the next block's rows take the places of these
+        if (end - absorbed <= RING) & (part == 0):
+            for first_row in range(0, (num + ROWS - 1) // ROWS * ROWS, ROWS):
+                tokens = first_row + local
+                place = (start + tokens) % RING
+                is_new = tokens < num
+                decay = tl.load(decays + (begin + tokens) * HEADS + head, mask=is_new, other=0.0)
+                tl.store(kept_decay + place * HEADS, decay, mask=is_new)
+                if head % (HEADS // KEY_HEADS) == 0:
+                    for chunk in range(0, K, CHUNK):
+                        features = chunk + tl.arange(0, CHUNK)
+                        store = is_new[:, None] & (features < K)[None, :]
+                        keys = tl.load(new_k + (begin + tokens)[:, None] * KEY_ROW + features[None, :], store, 0.0)
+                        tl.store(kept_k + place[:, None] * KEY_ROW + features[None, :], keys, store)
+
+
+@triton.jit
+def _keep_rows_kernel(
+    k, decays, ring_k, ring_decay, starts, absorbed_by, query_starts, slots,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, RING: tl.constexpr, K_SLOT: tl.constexpr,
+    DECAY_SLOT: tl.constexpr, GRID: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Keys and decays of the open block after a step that is kept, of requests for which the recurrence's own kernel
+    could not store them."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    key_head = head // (HEADS // KEY_HEADS)
+    begin = tl.load(query_starts + request).to(tl.int64)
+    num = tl.load(query_starts + request + 1).to(tl.int64) - begin
+    start, absorbed, slot = tl.load(starts + request), tl.load(absorbed_by + request), tl.load(slots + request)
+    end = start + num
+    if end - absorbed > RING:
+        position = end // GRID * GRID + tl.arange(0, GRID)
+        token = begin + position - start
+        is_new = (position >= start) & (position < end)
+        decay = tl.load(decays + token * HEADS + head, mask=is_new, other=0.0)
+        tl.store(ring_decay + slot * DECAY_SLOT + position % RING * HEADS + head, decay, mask=is_new)
+        if head % (HEADS // KEY_HEADS) == 0:
+            features = tl.arange(0, BLOCK_K)
+            store = is_new[:, None] & (features < K)[None, :]
+            row = key_head * K + features[None, :]
+            keys = tl.load(k + token[:, None] * (KEY_HEADS * K) + row, mask=store, other=0.0)
+            tl.store(ring_k + slot * K_SLOT + (position % RING)[:, None] * (KEY_HEADS * K) + row, keys, mask=store)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False
+) -> torch.Tensor:
+    """See ``LayerKernels.gated_norm``. x is contiguous, as are a token's gates. Current stream, no host
+    synchronisation."""
+    num_tokens, heads, size = x.shape
+    assert x.is_contiguous() and gate.stride(2) == 1 and gate.stride(1) == size and weight.is_contiguous()
+    out = gate.new_empty(x.shape)
+    if num_tokens:
+        constants = {
+            "HEADS": heads,
+            "SIZE": size,
+            "BLOCK": triton.next_power_of_2(size),
+            "GATE_ROW": gate.stride(0),
+            "ROWS": _BLOCK_ROWS,
+        }
+        grid = (-(-num_tokens * heads // _BLOCK_ROWS),)
+        _variant(_gated_norm_kernel, tuple(constants.items())).launch(
+            grid, (x, gate, weight, out), (num_tokens * heads, eps)
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_norm_kernel(
+    x, gate, weight, out, num_rows, eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_ROW: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    features = tl.arange(0, BLOCK)
+    live = (rows < num_rows)[:, None] & (features < SIZE)[None, :]
+    values = tl.load(x + rows[:, None] * SIZE + features[None, :], mask=live, other=0.0)
+    factor = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)[:, None]
+    place = (rows // HEADS * GATE_ROW + rows % HEADS * SIZE)[:, None] + features[None, :]
+    gates = tl.load(gate + place, mask=live, other=0.0).to(tl.float32)
+    weights = tl.load(weight + features, mask=features < SIZE, other=0.0).to(tl.float32)[None, :]
+    result = values * factor * weights * (gates / (1 + tl.exp(-gates)))
+    tl.store(out + rows[:, None] * SIZE + features[None, :], result.to(out.dtype.element_ty), mask=live)

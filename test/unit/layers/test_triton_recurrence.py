@@ -1,0 +1,113 @@
+"""Triton's kernels of recurrent layers, in Triton's interpreter: against torch's operators, and cut into steps in
+several ways. Run as a script this file is the checks themselves, see ``test_triton_layer_kernels.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from recurrence_cases import KINDS, check_steps
+from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
+
+from fenceline.layers.kernels import recurrence as reference
+
+CHECKS = ("steps_of_a_delta_net", "steps_without_a_delta_rule", "delta_inputs", "gated_norm")
+
+results = outcomes_of(__file__)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(name: str, results: dict[str, str]) -> None:
+    assert results[name] == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles(capability: int) -> None:
+    """To machine code, for the shapes of Qwen3-Next."""
+    for name, assembly in compiled(capability):
+        assert assembly["cubin"], name
+
+
+def compiled(capability: int) -> Iterator[tuple[str, Any]]:
+    """Each kernel's name and what it is compiled to."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fenceline.layers.kernels.triton import recurrence as kernels
+
+    channels = {"CHANNELS": 8192, "TAPS": 4, "RING": 3, "BLOCK_RING": 4, "X_ROW": 8192, "COLUMNS_SLOT": 24_576}
+    channels |= {"RING_SLOT": 24_576, "KEPT": True, "SILU": True, "HAS_BIAS": False, "bias": None, "BLOCK_T": 32}
+    heads = {"HEADS": 32, "KEY_HEADS": 16, "K": 128, "RING": 64, "K_SLOT": 64 * 2048}
+    heads |= {"DECAY_SLOT": 2048, "GRID": 64}
+    blocks = {"V": 128, "BLOCK_V": 64, "MATRIX_SLOT": 1 << 19, "D_SLOT": 64 * 4096, "KEPT": True, "HAS_BETA": True}
+    blocks |= {"CHUNK": kernels._BLOCK_FEATURES, "PRECISION": kernels._PRECISION, "scratch": None}
+    inputs = {"KEY_HEADS": 16, "REPEATS": 2, "BLOCK_REPEATS": 2, "K": 128, "BLOCK_K": 128, "VALUES": 256}
+    inputs |= {"BLOCK_VALUES": 256, "A_ROW": 32, "B_ROW": 32}
+    floats = dict.fromkeys(("matrix", "ring_k", "ring_d", "ring_decay", "q", "k", "v", "decays", "beta"), "*fp32")
+    floats |= dict.fromkeys(("a_log", "dt_bias"), "*fp32")
+    types = floats | {"query_starts": "*i32", "num_rows": "i32", "eps": "fp32"}
+    types |= dict.fromkeys(("x", "weight", "columns", "ring", "mixed", "a", "b", "gate", "out"), "*bf16")
+    for kernel, warps, constants, others in (
+        (kernels._short_convolution_kernel, 4, channels | {"BLOCK_C": 128, "GRID": 64}, {}),
+        (kernels._delta_inputs_kernel, 1, inputs, {}),
+        (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
+        (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128}, {}),
+        (kernels._gated_norm_kernel, 4, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8},
+         {"x": "*fp32"}),
+    ):  # fmt: skip
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else (types | others).get(name, "*i64") for name in names}
+        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if "*" in t}
+        values = {(names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, signature, values, aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        yield kernel.__name__, made.asm
+
+
+# --- the checks, run in the script -------------------------------------------------------------------------------
+
+
+def check_delta_inputs() -> None:
+    from fenceline.layers.kernels.triton import recurrence as triton_recurrence
+
+    heads, key_heads, key_dim, value_dim = 6, 2, 12, 20
+    gates = reference.DeltaGates(torch.randn(heads), torch.randn(heads), key_heads, key_dim)
+    for dtype in (torch.float32, torch.bfloat16):
+        mixed = torch.randn(5, 2 * key_heads * key_dim + heads * value_dim).to(dtype)
+        a, b = (torch.randn(5, 2 * heads).to(dtype) * 12).split(heads, 1)
+        expected = reference.delta_inputs(mixed, a, b, gates)
+        for ours, theirs in zip(triton_recurrence.delta_inputs(mixed, a, b, gates), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def check_gated_norm() -> None:
+    from fenceline.layers.kernels.triton import recurrence as triton_recurrence
+
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        x, weight = torch.randn(5, 3, 20), torch.randn(20).to(dtype)
+        gate = torch.randn(5, 90).to(dtype)[:, 10:70].unflatten(1, (3, 20))
+        found = triton_recurrence.gated_norm(x, gate, weight, 1e-5)
+        expected = reference.gated_norm(x, gate, weight, 1e-5)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def main() -> None:
+    from fenceline.layers.kernels.triton import recurrence as triton_recurrence
+
+    set_up_interpreter()
+    arithmetic = triton_recurrence.short_convolution, triton_recurrence.recurrence
+    checks: dict[str, Callable[[], None]] = {
+        "steps_of_a_delta_net": lambda: check_steps(KINDS[0], arithmetic),
+        "steps_without_a_delta_rule": lambda: check_steps(KINDS[2], arithmetic),
+        "delta_inputs": check_delta_inputs,
+        "gated_norm": check_gated_norm,
+    }
+    print_outcomes(checks)
+
+
+if __name__ == "__main__":
+    main()
