@@ -95,7 +95,9 @@ class ImageClient:
         requests in flight have. Raises RequestError: 400 with the reason where one cannot be decoded, 503 where it
         could be later."""
         assert self.rules is not None, "checked before"
-        num_bytes = 3 * self.rules.settings.factor**2 * least_tokens
+        num_bytes = self.rules.settings.token_bytes * least_tokens
+        if num_bytes > MAX_PIXEL_BYTES:
+            raise RequestError(400, f"the body's images have {num_bytes >> 20} MiB of pixels; send several bodies")
         if images and num_held + self._num_bytes + num_bytes > MAX_PIXEL_BYTES:
             raise RequestError(503, "the images of the requests in flight take too much memory; try again later")
         if self._num_waiting + len(images) > MAX_WAITING:

@@ -13,6 +13,7 @@ from fenceline.config.request_limits import (
     MAX_BODY_LOGPROBS,
     MAX_EXTRA_KEY_BYTES,
     MAX_PRIORITY,
+    MAX_PROMPT_PIXEL_BYTES,
     MAX_RID_BYTES,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
@@ -214,6 +215,17 @@ def check_num_images(images: Sequence[Sized]) -> None:
             f"the prompts have {total} images together, at most {MAX_BODY_IMAGES} are allowed in one body; send "
             "several bodies",
             param="image_data",
+        )
+
+
+def check_num_pixels(num_bytes: int, images: Sequence[ImageSource]) -> None:
+    """Raise RequestError for ``images`` of a prompt with so many bytes of pixels as the model gets them."""
+    if num_bytes > MAX_PROMPT_PIXEL_BYTES:
+        raise RequestError(
+            400,
+            f"the prompt's images have {num_bytes >> 20} MiB of pixels, at most {MAX_PROMPT_PIXEL_BYTES >> 20} are "
+            "allowed: send fewer images, or limit max_pixels",
+            param=images[0].place,
         )
 
 

@@ -37,6 +37,7 @@ from fenceline.frontend.request_prepare import (
     check_length,
     check_num_images,
     check_num_logprobs,
+    check_num_pixels,
     check_num_tokens,
     check_params,
     check_placeholders,
@@ -378,6 +379,7 @@ class TokenizerManager:
             if inp.images:
                 of_images = self._images.least_tokens(inp.images)
                 check_num_tokens(len(ids) - len(inp.images) + of_images, limits)
+                check_num_pixels(of_images * rules.settings.token_bytes, inp.images)
                 least_tokens += of_images
                 await asyncio.sleep(0)
         sources = [image for inp, _ in distinct.values() for image in inp.images]
@@ -388,8 +390,9 @@ class TokenizerManager:
             else (ids, ())
             for key, (inp, ids) in distinct.items()
         }
-        for ids, _ in placed.values():
+        for (ids, pictures), (inp, _) in zip(placed.values(), distinct.values(), strict=True):
             check_num_tokens(len(ids), limits)
+            check_num_pixels(sum([len(one.pixels) for one in pictures]), inp.images)
         return [placed[key][0] for key in keys], [placed[key][1] for key in keys]
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq, num_pixel_bytes: int) -> RequestStream:

@@ -44,6 +44,11 @@ class ImageSettings:
     shares_pixels: bool = False
 
     @property
+    def token_bytes(self) -> int:
+        """Of the pixels for which one embedding stands."""
+        return 3 * self.factor**2
+
+    @property
     def factor(self) -> int:
         """The side in pixels of the square for which one embedding stands."""
         return self.patch_size * self.merge_size

@@ -358,6 +358,21 @@ async def test_an_abort_leaves_others_of_the_body_alone(bench: Bench, monkeypatc
     assert bench.manager.is_active("two")
 
 
+async def test_more_pixels_than_a_message_takes_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the files' headers say: nothing is decoded. A body of several prompts may have more than one of them."""
+    monkeypatch.setattr(ImageClient, "_decoded", None)
+    num_bytes = SETTINGS.token_bytes * SETTINGS.num_tokens(40, 30)
+    monkeypatch.setattr(request_prepare, "MAX_PROMPT_PIXEL_BYTES", 2 * num_bytes)
+    with pytest.raises(RequestError, match="at most .* are allowed: send fewer images, or limit max_pixels") as caught:
+        await bench.manager.submit(asked(7, 7, 7, images=[source(GOOD)] * 3))
+    assert caught.value.status == 400 and caught.value.param == "messages[1].content[0]"
+    monkeypatch.setattr(image_client, "MAX_PIXEL_BYTES", 3 * num_bytes)
+    pairs = [asked(7, 7, images=[source(GOOD)] * 2, rid=rid) for rid in "rs"]
+    with pytest.raises(RequestError, match="send several bodies") as caught:
+        await bench.manager.submit_many(pairs)
+    assert caught.value.status == 400 and not bench.manager._images._num_bytes
+
+
 async def test_prompts_without_images_are_not_looked_through_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
