@@ -274,6 +274,11 @@ class RequestGrammar:
         """Whether the answer is complete and its end has been accepted."""
         return bool(self.matcher.is_terminated())
 
+    def end_token(self, token: int) -> int | None:
+        """``token``, with which the answer has ended; None if it is a part of it, because the model has no token for
+        the end."""
+        return token if token in self._eos else None
+
     def may_end_with(self, token: int) -> bool:
         """Whether the answer may have ended with ``token``, its latest: False means that :attr:`ended` is False."""
         return not self._eos or token in self._eos

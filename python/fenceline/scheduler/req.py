@@ -237,7 +237,7 @@ class Req:
         """Why the request ends with ``token`` as its newest output, or None if it goes on."""
         num_outputs = len(self.output_ids)
         if self.grammar is not None and self.grammar.ended:
-            return FinishReason(type="stop", matched=token)
+            return FinishReason(type="stop", matched=self.grammar.end_token(token))
         if token in self.stop_ids and num_outputs >= self.source.sampling_params.min_new_tokens:
             return FinishReason(type="stop", matched=token)
         if num_outputs >= self.max_new_tokens:
