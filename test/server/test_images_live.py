@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,79 @@ def test_what_is_refused(client: openai.OpenAI, content: list[bytes], reason: st
     messages[0]["content"] += [{"type": "image_url", "image_url": {"url": data_url(data)}} for data in content]
     with pytest.raises(openai.BadRequestError, match=reason):
         client.chat.completions.create(model="vision", messages=messages, **SMALL)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "shapes": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["colour", "shapes"],
+    "additionalProperties": False,
+}
+
+
+NO_SPACE = {"0": -100, "1": -100}  # random weights would write little else between the parts of JSON
+
+
+def check_seen(text: str) -> None:
+    seen = json.loads(text)
+    assert seen.keys() == {"colour", "shapes"} and seen["colour"] in ("red", "green") and 0 <= seen["shapes"] <= 99
+
+
+def test_answers_about_an_image_fit_a_json_schema(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "seen", "schema": SCHEMA, "strict": True}}
+    for seed, image in enumerate((NOISE, NOISE, RED)):
+        made = client.chat.completions.create(
+            model="vision", messages=asked(image), response_format=form, logit_bias=NO_SPACE, seed=seed
+        )
+        assert made.choices[0].finish_reason == "stop"
+        check_seen(made.choices[0].message.content or "")
+
+
+def test_a_tool_is_called_about_an_image(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "note", "parameters": SCHEMA, "strict": True}}
+    made = client.chat.completions.create(
+        model="vision",
+        messages=asked(NOISE),
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        logit_bias=NO_SPACE,
+    )
+    [call] = made.choices[0].message.tool_calls or []
+    assert made.choices[0].finish_reason == "tool_calls" and call.type == "function" and call.function.name == "note"
+    check_seen(call.function.arguments)
+
+
+def test_samples_of_a_prompt_share_its_image(live: LiveServer) -> None:
+    params = {"temperature": 1, "max_new_tokens": 8, "ignore_eos": True, "n": 3, "sampling_seed": 3}
+    body = {"text": f"~{PROMPT}", "image_data": base64_of(picture(90, 60, seed=5)), "sampling_params": params}
+    samples = httpx.post(f"{live.base_url}/generate", json=body).json()
+    assert len({one["text"] for one in samples}) == 3
+    facts = [one["meta_info"] for one in samples]
+    computed = sorted([one["prompt_tokens"] - one["cached_tokens"] for one in facts])
+    assert computed[2] == facts[0]["prompt_tokens"], "one computes the prompt with the image"
+    assert computed[0] == computed[1] < computed[2] // 2, "two find it"
+
+
+def test_logprobs_beside_images(client: openai.OpenAI, live: LiveServer) -> None:
+    made = client.chat.completions.create(model="vision", messages=asked(NOISE), logprobs=True, top_logprobs=3, **SMALL)
+    content = made.choices[0].logprobs and made.choices[0].logprobs.content
+    assert content and "".join(one.token for one in content) == made.choices[0].message.content
+    for one in content:  # it was decoded greedily
+        assert len(one.top_logprobs) == 3 and one.logprob == max(top.logprob for top in one.top_logprobs)
+    body = {"text": PROMPT, "image_data": base64_of(NOISE), "return_logprob": True, "logprob_start_len": 0}
+    facts = httpx.post(f"{live.base_url}/generate", json=body | {"sampling_params": {"max_new_tokens": 1}}).json()
+    prompt = facts["meta_info"]["input_token_logprobs"]
+    assert len(prompt) == facts["meta_info"]["prompt_tokens"] and [one[1] for one in prompt].count(IMAGE) > 1
+    assert all(logprob < 0 for logprob, *_ in prompt[1:])
+
+
+def test_stop_strings_beside_images(client: openai.OpenAI) -> None:
+    expected = answer(client, NOISE)
+    stop = expected[4:6]
+    made = client.chat.completions.create(model="vision", messages=asked(NOISE), stop=[stop], **SMALL)
+    assert made.choices[0].finish_reason == "stop"
+    assert made.choices[0].message.content == expected[: expected.index(stop)]
 
 
 def test_image_tokens_in_texts_are_refused(client: openai.OpenAI) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import transformers
 from ranks import Ranks
-from scheduler_driver import Driver, make_driver
+from scheduler_driver import Driver, make_driver, prefills
 from vision_cases import (
     BEGIN,
     CASES,
@@ -31,7 +31,7 @@ from vision_cases import (
     vision_driver,
 )
 
-from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq, id_array
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.model_executor.warm_up import warm_up
@@ -157,6 +157,19 @@ def test_the_prefix_of_the_same_frames_is_found(saved: Callable[[str], Saved], n
     driver.send(image)
     driver.run()
     assert driver.scheduler.memory.images.num_computed == num_computed + 1
+
+
+def test_samples_compute_their_image_once(qwen: Saved) -> None:
+    """The first sends it for all, and the others find the prompt with it."""
+    driver, case = vision_driver(qwen[0], chunked_prefill_size=128), CASES[3]
+    steps = prefills(driver)
+    sent = [image_request(driver, f"r{i}", *case, body=1) for i in range(3)]
+    same = [msgspec.structs.replace(one, input_ids=id_array(), images=[], same_prompt=True) for one in sent[1:]]
+    driver.send(sent[0], *same)
+    driver.run()
+    assert driver.scheduler.memory.images.num_computed == 1
+    assert sum(map(sum, steps)) < len(sent[0].input_ids) + 3 * 4
+    compare(driver, qwen[1], sent, [case] * 3)
 
 
 def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None:
