@@ -142,6 +142,7 @@ class Publisher:
             return
         for index, token in enumerate(tokens, first):
             req.output_ids.append(token)
+            req.committed_len = req.num_tokens - 1  # the KV of the last token is computed by the next step
             if out.logprobs is not None:
                 _log_output(req, token, out.logprobs, index)
             self._stats.num_generated_tokens += 1
@@ -150,8 +151,6 @@ class Publisher:
             reason = req.finish_reason_after(token)
             if reason is not None:
                 break
-        # The KV of the last token is computed by the next step.
-        req.committed_len = req.num_tokens - 1
         if reason is None:
             self.output.token(req)
         else:

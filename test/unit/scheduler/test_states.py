@@ -183,3 +183,36 @@ def test_states_of_nodes_that_left_do_not_pile_up() -> None:
         tree.evict(1)
     tree.check()
     assert len(tree._stateful) <= 2 * states.size
+
+
+class _SlowGrammar:
+    """Accepts every token, until it is found to take too long."""
+
+    is_too_slow = ended = False
+
+    def may_end_with(self, token: int) -> bool:
+        return False
+
+    def accept(self, token: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("num_new", (12, 13, 14))
+def test_a_request_with_a_slow_grammar_leaves_no_wrong_state(num_new: int) -> None:
+    """It ends when a token is published while the next step is in flight, which may come to a multiple of 8 tokens."""
+    driver = make_driver(num_snapshots=8)
+    first = request("a", _prompt(1, 10), max_new_tokens=40, ignore_eos=True)
+    driver.send(first)
+    driver.step()
+    grammar, population = _SlowGrammar(), driver.scheduler.population
+    driver.scheduler.reqs["a"].grammar = grammar  # type: ignore[assignment]
+    population.num_constrained += 1
+    driver.worker.is_quick = lambda: False  # type: ignore[attr-defined]
+    tokens = driver.scheduler.reqs["a"].output_ids
+    while len(tokens) < num_new:
+        driver.step()
+    grammar.is_too_slow = True
+    driver.run()
+    assert driver.answers["a"].finish is not None and driver.answers["a"].finish.type == "abort"
+    prompt = [*first.input_ids, *driver.answers["a"].output_ids, 7, 7]
+    _cached(driver, request("b", prompt, max_new_tokens=4, ignore_eos=True))
