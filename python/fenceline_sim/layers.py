@@ -134,10 +134,11 @@ class LaunchedLayerKernels(LayerKernels):
         accesses.delta_inputs.launch(compute, *operands)
         return q, k, v, decays, beta
 
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return _result(
-            accesses.gated_norm, partial(_TORCH.gated_norm, eps=eps), gate.new_empty(x.shape), x, gate, weight
-        )
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+    ) -> torch.Tensor:
+        compute = partial(_TORCH.gated_norm, eps=eps, silu=silu)
+        return _result(accesses.gated_norm, compute, gate.new_empty(x.shape), x, gate, weight)
 
     def recurrence(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decays: torch.Tensor, beta: torch.Tensor | None,

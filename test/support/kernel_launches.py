@@ -196,7 +196,7 @@ def _recurrences() -> Iterator[Launch]:
         yield Launch(f"delta_inputs {tokens}x{repeats}", accesses.delta_inputs, operands, run_inputs, made)
 
         def run_norm(pdl: bool, x: Any, gate: Any, weight: Any, out: Any) -> None:
-            recurrence.gated_norm(x, gate, weight, 1e-6, pdl)
+            recurrence.gated_norm(x, gate, weight, 1e-6, pdl=pdl)
 
         operands = (_random(tokens, 3, 20), _random(tokens, 3, 20), _random(20), out := _random(tokens, 3, 20))
         yield Launch(f"gated_norm {tokens}", accesses.gated_norm, operands, run_norm, [out])

@@ -144,6 +144,10 @@ def _none_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     return frozenset()
 
 
+def _all_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    return frozenset(range(num_layers))
+
+
 def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     """The layers without rotation: ``no_rope_layers`` has a 1 for each layer that does rotate, despite its name."""
     rotates = reader.numbers("no_rope_layers")
@@ -362,6 +366,11 @@ def _deepseek_latent(
     )
 
 
+def _kimi_latent(reader: ConfigReader) -> LatentConfig:
+    sizes = _deepseek_latent(reader)
+    return sizes if reader.values.get("q_lora_rank") is not None else replace(sizes, q_lora_rank=None)
+
+
 def _minicpm3_latent(reader: ConfigReader) -> LatentConfig:
     value_dim = max(reader.size("hidden_size") // reader.size("num_attention_heads"), 1)
     return _deepseek_latent(reader, q_rank=768, nope_dim=64, v_dim=value_dim, kv_rank=256, rope_dim=32)
@@ -413,23 +422,74 @@ def _delta_net(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
     every = reader.size("full_attention_interval", 4)
     if not kinds:
         kinds = tuple("linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers))
-    if len(kinds) < num_layers or set(kinds) - {"linear_attention", "full_attention"}:
-        raise ConfigError(
-            f"config.json: layer_types must say linear_attention or full_attention of each of the {num_layers} layers"
-        )
     heads, key_heads = reader.size("linear_num_value_heads", 32), reader.size("linear_num_key_heads", 16)
     if heads % key_heads:
         raise ConfigError(
             f"config.json: linear_num_value_heads {heads} must be a multiple of linear_num_key_heads {key_heads}"
         )
     return RecurrentConfig(
-        layers=frozenset(i for i in range(num_layers) if kinds[i] == "linear_attention"),
+        layers=_linear_layers(kinds, num_layers),
         num_heads=heads,
         num_key_heads=key_heads,
         key_dim=reader.size("linear_key_head_dim", 128),
         value_dim=reader.size("linear_value_head_dim", 128),
         taps=reader.size("linear_conv_kernel_dim", 4),
     )
+
+
+# Kimi-Linear's own names of entries.
+_KIMI_LINEAR_NAMES: Mapping[str, str] = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+
+
+def _kimi_linear_renamed(hf: Mapping[str, object]) -> dict[str, object]:
+    """Published files have the sizes of recurrent layers in linear_attn_config, and count layers from 1 on."""
+    entries = {_KIMI_LINEAR_NAMES.get(key, key): value for key, value in hf.items()}
+    inside = entries.pop("linear_attn_config", None)
+    if not isinstance(inside, Mapping):
+        return entries
+    own = {
+        "linear_head_dim": inside.get("head_dim"),
+        "linear_num_heads": inside.get("num_heads"),
+        "linear_conv_kernel_dim": inside.get("short_conv_kernel_size"),
+    }
+    layers, num_layers = (
+        ConfigReader(inside).numbers("kda_layers"),
+        ConfigReader(hf).size("num_hidden_layers", most=10_000),
+    )
+    if layers and not entries.get("layer_types"):
+        kinds = ["linear_attention" if i + 1 in layers else "full_attention" for i in range(num_layers)]
+        own["layer_types"] = kinds
+    return entries | {key: value for key, value in own.items() if value is not None}
+
+
+def _kimi_delta(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
+    """Without layer_types, every fourth layer from the fifth on attends."""
+    kinds = reader.strings("layer_types")
+    kinds = kinds or tuple("full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers))
+    heads, dim = reader.size("linear_num_heads", 32), reader.size("linear_head_dim", 128)
+    return RecurrentConfig(
+        layers=_linear_layers(kinds, num_layers),
+        num_heads=heads,
+        num_key_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        taps=reader.size("linear_conv_kernel_dim", 4),
+    )
+
+
+def _linear_layers(kinds: tuple[str, ...], num_layers: int) -> frozenset[int]:
+    if len(kinds) < num_layers or set(kinds) - {"linear_attention", "full_attention"}:
+        raise ConfigError(
+            f"config.json: layer_types must say linear_attention or full_attention of each of the {num_layers} layers"
+        )
+    return frozenset(i for i in range(num_layers) if kinds[i] == "linear_attention")
 
 
 def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = False) -> ExpertsConfig:
@@ -497,6 +557,7 @@ class Family:
     ``computed`` has entries of which only these values are computed; others are refused, except for null. ``vision``
     returns the tower of a model that reads images, from the whole config.json and the model's directory; None: models
     of the family read texts alone. ``recurrent`` returns the layers that carry a state, and gets the number of layers.
+    ``renamed`` returns the entries of a published file as transformers writes them.
     """
 
     head_dim: int | None = None
@@ -525,6 +586,7 @@ class Family:
     indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
     vision: Callable[[Mapping[str, object], Path], VisionConfig | None] | None = None
     recurrent: Callable[[ConfigReader, int], RecurrentConfig] | None = None
+    renamed: Callable[[Mapping[str, object]], dict[str, object]] = dict
 
 
 _ERNIE_4_5 = Family(
@@ -661,6 +723,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             experts=_gpt_oss_experts,
         ),
         "GraniteForCausalLM": Family(multipliers=_granite_multipliers),
+        "KimiLinearForCausalLM": Family(
+            rms_norm_eps=1e-5,
+            quantized=(),
+            activation_key=None,
+            computed={
+                "hidden_act": ("silu",),
+                "mla_use_nope": (True,),
+                "moe_layer_freq": (1,),
+                "moe_router_activation_func": ("sigmoid",),
+                "use_grouped_topk": (True,),
+            },
+            unrotated=_all_unrotated,
+            experts=partial(_glm_experts, scaling=2.446),
+            latent=_kimi_latent,
+            recurrent=_kimi_delta,
+            renamed=_kimi_linear_renamed,
+        ),
         "LlamaForCausalLM": Family(),
         "MiMoForCausalLM": Family(windows=_qwen_windows),
         "MiniMaxM2ForCausalLM": Family(

@@ -222,7 +222,7 @@ class ModelConfig:
         architecture = _architecture(plain)
         family = FAMILIES[architecture]
         vision = None if family.vision is None else family.vision(plain, directory)
-        plain = _of_text(plain, family)
+        plain = family.renamed(_of_text(plain, family))
         hf = Entries(plain)
         reader = ConfigReader(hf)
         experts_format = read_mxfp4(hf, quantization) if family.mxfp4 else None

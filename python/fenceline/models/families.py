@@ -24,6 +24,7 @@ from fenceline.layers.decoder_layer import (
 )
 from fenceline.layers.experts import ExpertNames, ExpertsMLP
 from fenceline.layers.gated_delta_net import GatedDeltaNet
+from fenceline.layers.kimi_delta_attention import KimiDeltaAttention
 from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
@@ -150,6 +151,24 @@ def _deepseek(site: LayerSite) -> DecoderLayer:
     )
     attention = LatentAttention if config.indexer is None else SparseLatentAttention
     return DecoderLayer(attention(site, config.attention_bias), _mixer(site, names, config.mlp_bias))
+
+
+def _kimi_linear(site: LayerSite) -> DecoderLayer:
+    """Kimi-Linear (arXiv:2510.26692): Kimi delta attention, latent attention without positions in the other layers, and
+    experts as in DeepSeek-V3. The first layers have a dense MLP."""
+    correction = "gate.e_score_correction_bias"
+    names = ExpertNames(gate="w1", up="w3", down="w2", shared="shared_experts", correction=correction)
+    attention: TokenMixer
+    if site.index in site.config.recurrent_layers:
+        attention = KimiDeltaAttention(site)
+    else:
+        attention = LatentAttention(replace(site, rotary=site.rotary.without_rotation), site.config.attention_bias)
+    return DecoderLayer(attention, _mixer(site, names))
+
+
+def _kimi_linear_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts have the mixer's usual name: transformers writes their name for dense MLPs too."""
+    return ((name.replace(".block_sparse_moe.", ".mlp."), tensor) for name, tensor in weights)
 
 
 def _minicpm3(site: LayerSite) -> DecoderLayer:
@@ -284,6 +303,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "GlmMoeDsaForCausalLM": Architecture(_deepseek),
         "GptOssForCausalLM": Architecture(_gpt_oss),
         "GraniteForCausalLM": Architecture(_llama),
+        "KimiLinearForCausalLM": Architecture(_kimi_linear, _kimi_linear_weights),
         "LlamaForCausalLM": Architecture(_llama),
         "MiMoForCausalLM": Architecture(_qwen2),
         "MiniMaxM2ForCausalLM": Architecture(_minimax_m2),

@@ -46,6 +46,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     blocks = {"V": 128, "BLOCK_V": 64, "MATRIX_SLOT": 1 << 19, "D_SLOT": 64 * 4096, "KEPT": True, "HAS_BETA": True}
     blocks |= {"CHUNK": kernels._BLOCK_FEATURES, "PRECISION": kernels._PRECISION, "scratch": None}
     inputs = {"KEY_HEADS": 16, "REPEATS": 2, "BLOCK_REPEATS": 2, "K": 128, "BLOCK_K": 128, "VALUES": 256}
+    norm = {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8, "SILU": True}
     inputs |= {"BLOCK_VALUES": 256, "A_ROW": 32, "B_ROW": 32}
     floats = dict.fromkeys(("matrix", "ring_k", "ring_d", "ring_decay", "q", "k", "v", "decays", "beta"), "*fp32")
     floats |= dict.fromkeys(("a_log", "dt_bias"), "*fp32")
@@ -56,8 +57,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
         (kernels._delta_inputs_kernel, 1, inputs, {}),
         (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
         (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128}, {}),
-        (kernels._gated_norm_kernel, 4, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8},
-         {"x": "*fp32"}),
+        (kernels._gated_norm_kernel, 4, norm, {"x": "*fp32"}),
     ):  # fmt: skip
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else (types | others).get(name, "*i64") for name in names}
@@ -90,9 +90,10 @@ def check_gated_norm() -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x, weight = torch.randn(5, 3, 20), torch.randn(20).to(dtype)
         gate = torch.randn(5, 90).to(dtype)[:, 10:70].unflatten(1, (3, 20))
-        found = triton_recurrence.gated_norm(x, gate, weight, 1e-5)
-        expected = reference.gated_norm(x, gate, weight, 1e-5)
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        for silu in (True, False):
+            found = triton_recurrence.gated_norm(x, gate, weight, 1e-5, silu)
+            expected = reference.gated_norm(x, gate, weight, 1e-5, silu)
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def main() -> None:

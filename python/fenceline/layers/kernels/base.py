@@ -92,6 +92,8 @@ class LayerKernels:
     run on the current stream and, except on a CPU, never make the host wait. Activations are contiguous [T, features]
     in the model's dtype; sums are at least float32."""
 
+    decays_by_channel = True
+    """Whether ``delta_inputs`` and ``recurrence`` can have a decay for each feature of a key."""
     fixed_order = False
     """Whether the bits of a row's results do not depend on the other rows and their number, nor on how rows are
     padded."""
@@ -156,9 +158,11 @@ class LayerKernels:
         """See ``recurrence.delta_inputs``."""
         return delta_inputs(mixed, a, b, gates)
 
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+    ) -> torch.Tensor:
         """See ``recurrence.gated_norm``."""
-        return gated_norm(x, gate, weight, eps)
+        return gated_norm(x, gate, weight, eps, silu)
 
     def rotate_and_store(
         self,

@@ -76,10 +76,10 @@ def short_convolution(
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaGates:
     """How a gated delta net makes decays, and its heads: ``num_key_heads`` of ``key_dim`` features, and one of values
-    for each decay."""
+    for each ``a_log``. Each feature of a key has a decay of its own if it has its own ``dt_bias``."""
 
     a_log: torch.Tensor  # [heads] float32
-    dt_bias: torch.Tensor  # [heads] float32
+    dt_bias: torch.Tensor  # [heads] or [heads * key_dim] float32
     num_key_heads: int
     key_dim: int
 
@@ -88,12 +88,15 @@ def delta_inputs(
     mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs of ``recurrence`` in a gated delta net (arXiv:2412.06464): q, k, v, decays and beta. ``mixed`` [T, C]
-    has queries, keys and values, of which the first two are normalised; a and b [T, heads]."""
+    has queries, keys and values, of which the first two are normalised; b is [T, heads], and a has as many features as
+    ``dt_bias``."""
     size = gates.num_key_heads * gates.key_dim
     parts = mixed.float().split((size, size, mixed.shape[1] - 2 * size), 1)
     q, k = (_unit(part.unflatten(1, (gates.num_key_heads, gates.key_dim))) for part in parts[:2])
-    decays = -gates.a_log.exp() * softplus(a.float() + gates.dt_bias)
-    values = parts[2].unflatten(1, (a.shape[1], -1))
+    heads = len(gates.a_log)
+    decays = softplus(a.float() + gates.dt_bias).unflatten(1, (heads, -1)) * -gates.a_log.exp()[:, None]
+    decays = decays.squeeze(2) if len(gates.dt_bias) == heads else decays
+    values = parts[2].unflatten(1, (heads, -1))
     return q * gates.key_dim**-0.5, k, values.contiguous(), decays, sigmoid(b)
 
 
@@ -102,11 +105,14 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * ((x * x).sum(-1, keepdim=True) + 1e-6).rsqrt_()
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each head of x [T, heads, V] float32, times silu(gate) [T, heads, V] → gate's type; weight [V]."""
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+) -> torch.Tensor:
+    """RMSNorm of each head of x [T, heads, V] float32, times silu(gate), or its sigmoid if not ``silu``, [T, heads, V]
+    → gate's type; weight [V]."""
     normed = x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt_() * weight.float()
-    gate32 = gate.float()
-    return (normed * (gate32 * sigmoid(gate32))).to(gate.dtype)
+    factor = sigmoid(gate)
+    return (normed * (gate.float() * factor if silu else factor)).to(gate.dtype)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ def delta_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``LayerKernels.delta_inputs``. ``mixed`` is contiguous, as are the gates of a token in a and b."""
     (num_tokens, width), heads = mixed.shape, a.shape[1]
-    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1
+    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1 and len(gates.dt_bias) == heads
     keys, values = (num_tokens, gates.num_key_heads, gates.key_dim), width - 2 * gates.num_key_heads * gates.key_dim
     q, k = mixed.new_empty(keys, dtype=torch.float32), mixed.new_empty(keys, dtype=torch.float32)
     v = mixed.new_empty(num_tokens, heads, values // heads, dtype=torch.float32)
@@ -478,7 +478,7 @@ def _keep_rows_kernel(
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True, pdl: bool = False
 ) -> torch.Tensor:
     """See ``LayerKernels.gated_norm``. x is contiguous, as are a token's gates. Current stream, no host
     synchronisation."""
@@ -492,6 +492,7 @@ def gated_norm(
             "BLOCK": triton.next_power_of_2(size),
             "GATE_ROW": gate.stride(0),
             "ROWS": _BLOCK_ROWS,
+            "SILU": silu,
         }
         grid = (-(-num_tokens * heads // _BLOCK_ROWS),)
         _variant(_gated_norm_kernel, tuple(constants.items())).launch(
@@ -504,6 +505,7 @@ def gated_norm(
 def _gated_norm_kernel(
     x, gate, weight, out, num_rows, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_ROW: tl.constexpr, ROWS: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     features = tl.arange(0, BLOCK)
@@ -513,5 +515,8 @@ def _gated_norm_kernel(
     place = (rows // HEADS * GATE_ROW + rows % HEADS * SIZE)[:, None] + features[None, :]
     gates = tl.load(gate + place, mask=live, other=0.0).to(tl.float32)
     weights = tl.load(weight + features, mask=features < SIZE, other=0.0).to(tl.float32)[None, :]
-    result = values * factor * weights * (gates / (1 + tl.exp(-gates)))
+    share = 1 / (1 + tl.exp(-gates))
+    if SILU:
+        share *= gates
+    result = values * factor * weights * share
     tl.store(out + rows[:, None] * SIZE + features[None, :], result.to(out.dtype.element_ty), mask=live)
