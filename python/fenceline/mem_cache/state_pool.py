@@ -87,11 +87,13 @@ def _kept_nbytes(specs: Sequence[StateSpec]) -> int:
 def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
     """How many snapshots the pool has beside the slots of rows. ``--max-mamba-cache-size`` if given; else as many as
     fit into the states' share of the memory for the cache (``--mamba-full-memory-ratio``), but no more than prefixes
-    of all running requests can use. Raises ``ValueError`` with the remedy if not even the rows fit."""
+    of all running requests can use. Raises ``ValueError`` with the remedy if not even the rows fit, or not all that
+    are wanted."""
     args, most = config.server_args, config.max_running_requests
     carried, ratio = carried_nbytes(specs), args.mamba_full_memory_ratio
     row_bytes = carried + _kept_nbytes(specs)
-    budget = int(cache_budget(config, device) * ratio / (1 + ratio)) - row_bytes  # without the sink
+    share = cache_budget(config, device, config.num_sharing) * ratio / (1 + ratio)
+    budget = int(share) - row_bytes  # without the sink
     if budget < most * row_bytes:
         raise ValueError(
             f"--max-running-requests {most}: the states of a request take {row_bytes / 1e6:.1f} MB, and"
@@ -102,6 +104,13 @@ def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpe
         number = 0
     elif args.max_mamba_cache_size is not None:
         number = args.max_mamba_cache_size - most
+        left = device.memory_info()[0] - (most + 1) * row_bytes
+        if number * carried > left:
+            raise ValueError(
+                f"--max-mamba-cache-size {args.max_mamba_cache_size}: so many states take"
+                f" {((most + 1) * row_bytes + number * carried) / 1e9:.1f} GB, more than there is beside the weights;"
+                f" give at most {most + max(left, 0) // carried}, or leave it out"
+            )
     else:
         number = min((budget - most * row_bytes) // carried, most * (config.model.context_length // config.state_grid))
     logger.info(

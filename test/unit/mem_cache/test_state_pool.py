@@ -1,5 +1,7 @@
 """StatePool: where the states of recurrent layers lie, and how many snapshots there is room for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,3 +71,18 @@ def test_snapshots_take_what_rows_leave_of_the_states_share() -> None:
     assert 0 < num_snapshots(config, device, huge) * carried_nbytes(huge) < 2 << 30
     with pytest.raises(ValueError, match=r"--max-running-requests 8: .*give at most \d"):
         num_snapshots(config, device, huge * 64)
+
+
+def test_more_snapshots_than_there_is_memory_for_are_refused() -> None:
+    args = ServerArgs(model_path=tiny_model_path(), device="cpu", max_running_requests=8)
+    config = replace(resolve(args), server_args=replace(args, max_mamba_cache_size=1 << 40))
+    with pytest.raises(ValueError, match=r"--max-mamba-cache-size 1099511627776: .*give at most \d+, or leave it out"):
+        num_snapshots(config, open_device("cpu"), _SPECS)
+
+
+def test_replicas_on_one_host_share_the_memory_of_states() -> None:
+    args = ServerArgs(model_path=tiny_model_path(), device="cpu", max_running_requests=8)
+    huge, config = [recurrence(16, 16, 128, 128)] * 4, resolve(args)
+    alone = num_snapshots(config, open_device("cpu"), huge)
+    one_of_two = num_snapshots(replace(config, server_args=replace(args, dp_size=2)), open_device("cpu"), huge)
+    assert 0 < one_of_two <= alone // 2
