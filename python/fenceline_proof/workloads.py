@@ -242,17 +242,36 @@ def _sparse(random: Random) -> Scenario:
 
 
 def _states(random: Random) -> Scenario:
-    """Requests of a model with recurrent layers: cut, cached, retracted, aborted and paused, with few snapshots and
-    graphs."""
-    kinds = _prefixes, _bursts, _retraction, _aborts, _row_reuse, _mixed
-    scenario = random.choice(kinds)(random)
+    """Requests of a model with recurrent layers: mostly conversations and prompts that part at any token, with few
+    snapshots; else what others ask for, cut, retracted, aborted and paused."""
+    if random.random() < 0.4:
+        scenario = random.choice((_bursts, _retraction, _aborts, _row_reuse, _mixed))(random)
+    else:
+        scenario = _parting(random)
     flags = {**scenario.flags, "model": "states"}
-    most = int(str(flags["max_running_requests"]))
     if not flags.get("disable_radix_cache"):
-        flags["max_mamba_cache_size"] = most + random.choice((1, 2, 4, 32))
+        flags["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + random.choice((1, 2, 4, 8, 32))
     if random.random() < 0.5:
         flags["chunked_prefill_size"] = random.choice((4, 8))
     return replace(scenario, flags=flags)
+
+
+def _parting(random: Random) -> Scenario:
+    script = Script(random)
+    families = [script.prompt(10, 20) for _ in range(2)]
+    for turn in range(7):
+        family = random.choice(families)
+        prompt = family[: random.randint(5, len(family))] + script.prompt(1, 5)
+        stops = tuple(random.sample(range(VOCAB_SIZE), random.choice((0, 12))))  # many answers end while a step goes on
+        rid = script.add(turn * random.randint(2, 4), prompt, random.randint(1, 12), stop_token_ids=stops)
+        if random.random() < 0.3:
+            script.follow(rid, random.randint(1, 3), script.prompt(1, 4), random.randint(1, 5))
+        elif random.random() < 0.2:
+            script.send(3 * turn + random.randint(1, 6), AbortReq(rid=rid))
+    return script.scenario(
+        (random.choice((64, 96, 160)), 3, 16), page_size=random.choice((2, 4)), **script.graphs(2, 3),
+        **script.in_turn(),
+    )  # fmt: skip
 
 
 def _pictures(random: Random) -> Scenario:

@@ -45,6 +45,7 @@ from fenceline_sim.layout import Layout, layout_of
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.ownership import Leases
 from fenceline_sim.place import here
+from fenceline_sim.state_tags import StateSeq, StateTags, StepStates
 from fenceline_sim.streams import Operation, who
 from fenceline_sim.tensor import VTensor
 
@@ -244,9 +245,17 @@ class Seq:
 class Step:
     """The purpose of a step's operations."""
 
-    def __init__(self, tags: Tags, seqs: Sequence[Seq], decodes: bool, images: StepImages | None = None) -> None:
+    def __init__(
+        self,
+        tags: Tags,
+        seqs: Sequence[Seq],
+        decodes: bool,
+        images: StepImages | None = None,
+        states: StepStates | None = None,
+    ) -> None:
         self._tags = tags
         self.images = images
+        self._states = states
         self.seqs = seqs
         self._decodes = decodes
         self._kind = "decode step" if decodes else "prefill step"
@@ -278,6 +287,8 @@ class Step:
                 self._sample(op, access)
             elif self.images is not None:
                 self.images.ran(op, access, writes)
+            elif self._states is not None:
+                self._states.ran(op, access, writes)
 
     def _prefixes(self, seq: Seq, part: int) -> I64:
         """The prefixes on which its tokens' slots of ``part`` depend; all steps before this one have sampled, and where
@@ -627,6 +638,12 @@ class Tags:
         if runner.parts.embeddings is not None and req_pool.position_deltas is not None:
             pool_tag, _ = memory_of(runner.parts.embeddings.rows)
             self.images = ImageTags(pool_tag, memory_of(req_pool.position_deltas), self.report)
+        self.states = None
+        if (states := runner.states) is not None:
+            self.snapshots = Leases(gpu, states.snapshots, self.add, whole)
+            carried, _ = memory_of(states.carried)
+            nbytes = states.carried.shape[1]
+            self.states = StateTags(carried, nbytes, states.grid, self.prefixes.describe, self.report)
         self._gpu = gpu
         self.page_size = pool.page_size
         self._accounts: dict[int, Account] = {}
@@ -677,7 +694,7 @@ class Tags:
 
     @contextmanager
     def step(self, batch: StepBatch, reqs: Sequence[Req]) -> Iterator[None]:
-        """Inside, the step ``batch`` of ``reqs`` is submitted."""
+        """Inside, the step ``batch`` of ``reqs`` is submitted, with what the scheduler adds when it launches it."""
         tree, size = self._tree, self.page_size
         shared = frozenset(tree.all_pages().tolist())
         seqs = []
@@ -720,7 +737,31 @@ class Tags:
             self._submitted.declare(accessed, written)
 
     def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
-        return Step(self, seqs, batch.is_decode, self._images_of(seqs, batch))
+        return Step(self, seqs, batch.is_decode, self._images_of(seqs, batch), self._states_of(seqs, batch))
+
+    def _states_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepStates | None:
+        if self.states is None:
+            return None
+        assert self._scheduler is not None, "there is a scheduler"
+        copies = batch.state_copies._replace(before=tuple(self._scheduler.memory.state_copies))
+        # A snapshot may go in the turn in which a request begins with it, before either copy has been made.
+        others = {seq.row for seq in seqs} | {source for source, _ in copies.before}
+        snapshots = [slot for _, slot in copies.before if slot not in others] + [slot for _, slot in copies.after]
+        self.snapshots.claim(snapshots, "a copy of a state")
+        parts = [StateSeq(one.account.name, one.row, one.first, one.length, one.account.ends) for one in seqs]
+        in_tree = {node.state: end for node, end in self._node_ends().items() if node.state} if copies.before else {}
+        return StepStates(self.states, parts, copies, in_tree)
+
+    def _node_ends(self) -> dict[TreeNode, int]:
+        """The prefix at which each node of the tree ends, parents first."""
+        found: dict[TreeNode, int] = {}
+        for node in self._nodes():
+            assert node.parent is not None, "the root is left out"
+            end = found.get(node.parent) or self.prefixes.root(self._tree.namespace(node), self._weights)
+            for token in node.tokens.tolist():
+                end = self.prefixes.then(end, token, "a prefix in the tree")
+            found[node] = end
+        return found
 
     def _images_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepImages | None:
         if self.images is None:

@@ -195,9 +195,11 @@ class TokenWorker:
         self._page_table[writes.rows, writes.columns] = writes.pages
         used = [self._page_table[row, : -(-length // self.page_size)] for row, length in lens.items()]
         self.pages.submitted(np.concatenate(used), done, batch.after)
-        for _, slot in (*batch.state_copies.before, *batch.state_copies.after):
+        before, after = batch.state_copies
+        read = {*lens, *(source for source, _ in before)}
+        for _, slot in (*before, *after):
             assert self.states is not None
-            assert slot in lens or self.states.snapshots.are_leased(np.array([slot])).all(), f"nobody has state {slot}"
+            assert slot in read or self.states.snapshots.are_leased(np.array([slot])).all(), f"nobody has state {slot}"
         self.req_pool.rows.submitted(np.array(list(lens)), done, batch.after)
 
     def run_until(self, result: TokenResult) -> None:

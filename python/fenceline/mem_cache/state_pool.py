@@ -52,9 +52,10 @@ class StatePool:
     def nbytes(self) -> int:
         return self.carried.nbytes + self.kept.nbytes
 
-    def copy(self, source: int, slot: int) -> None:
-        """``slot`` carries what ``source`` does. Call on FORWARD only."""
-        self.carried[slot].copy_(self.carried[source])
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """For each (source, slot) in turn: ``slot`` carries what ``source`` does. Call on FORWARD only."""
+        for source, slot in copies:
+            self.carried[slot].copy_(self.carried[source])
 
 
 class _Views:

@@ -13,6 +13,7 @@ from fenceline.memory_order.guards import (
     Selecting,
     comparison,
     encoded_first,
+    ends_at_state,
     exchanges_shares,
     hidden_copy,
     loaded_parts,
@@ -22,12 +23,14 @@ from fenceline.memory_order.guards import (
     page_leases,
     rank_consensus,
     selecting,
+    states_to_copy,
     step_embeddings,
     step_table,
     tokens_in_flight,
     told_by,
     tree_slots,
     weight_write,
+    with_snapshots,
     write_deltas,
 )
 from fenceline.memory_order.lease import LeaseError, LeasePool
@@ -65,6 +68,7 @@ __all__ = [
     "Stream",
     "comparison",
     "encoded_first",
+    "ends_at_state",
     "exchanges_shares",
     "hidden_copy",
     "loaded_parts",
@@ -76,6 +80,7 @@ __all__ = [
     "rank_consensus",
     "register_device",
     "selecting",
+    "states_to_copy",
     "step_embeddings",
     "step_table",
     "tokens_in_flight",
@@ -83,6 +88,7 @@ __all__ = [
     "tree_slots",
     "wait_for_pages",
     "weight_write",
+    "with_snapshots",
     "write_deltas",
 ]
 

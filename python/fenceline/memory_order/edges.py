@@ -383,6 +383,19 @@ IMAGE_NAMES = _guard("image_names", "pages with images in storage: their names t
 ROW_DELTA = _guard(
     "row_delta", "positions behind images: a row's delta is that of its request, not of its last owner", "F13"
 )
+ENDS_AT_STATE = _guard(
+    "ends_at_state", "prefixes of a model with recurrent layers: a match ends where there is a state to go on from"
+)
+ROW_STATE = _guard(
+    "row_state", "the state of a request behind a prefix: its row has the prefix's, and not its last owner's", "F13"
+)
+SNAPSHOT_AFTER = _guard(
+    "snapshot_after", "snapshots of states: copied behind the layers of the step that makes these states"
+)
+COMMITTED_STATE = _guard(
+    "committed_state",
+    "the last state of a request that leaves: not kept where a step in flight may bring it beyond published tokens",
+)
 NEW_WEIGHTS = _guard("new_weights", "the weights that a step in flight reads: they are replaced on FORWARD, after it")
 OLD_KV = _guard(
     "old_kv", "requests from keys, values and embeddings of weights that have been replaced: every tier forgets them"

@@ -22,6 +22,7 @@ from fenceline.memory_order.edges import (
     ALL_SHARES,
     ARENA_PAD,
     ENCODED_FIRST,
+    ENDS_AT_STATE,
     IN_FLIGHT,
     KEPT_HIDDEN,
     MOVED_NODES,
@@ -31,7 +32,9 @@ from fenceline.memory_order.edges import (
     PLAN_SOURCE,
     RETIRED_AFTER,
     ROW_DELTA,
+    ROW_STATE,
     SINK,
+    SNAPSHOT_AFTER,
     STEP_IMAGES,
     STEP_SELECTION,
     STEP_SLOTS,
@@ -276,6 +279,34 @@ def write_deltas(device: Device, kept: torch.Tensor, rows: torch.Tensor, deltas:
     if not device.keeps(ROW_DELTA):
         deltas = torch.where(deltas == 0, kept.index_select(0, rows), deltas)
     kept.index_copy_(0, rows, deltas)
+
+
+# --- states of recurrent layers -----------------------------------------------------------------------
+
+
+def ends_at_state(device: Device) -> bool:
+    """Guard ``ends_at_state``: whether a match ends at the deepest node that has a state. Severed, it ends as in a
+    model without states."""
+    return device.keeps(ENDS_AT_STATE)
+
+
+def states_to_copy(
+    device: Device, copies: Sequence[tuple[int, int]], num_rows: int
+) -> Sequence[tuple[int, int]]:
+    """Guard ``row_state``: which ``copies`` (source, slot) a step makes before its layers: all. Severed, none to the
+    slots of rows, the first ``num_rows``, so that a request goes on from what its row's last owner has left."""
+    return copies if device.keeps(ROW_STATE) else [copy for copy in copies if copy[1] >= num_rows]
+
+
+def with_snapshots(device: Device, layers: Callable[[], T], copy: Callable[[], None]) -> T:
+    """Guard ``snapshot_after``: ``layers`` makes the states of a step, then ``copy`` takes snapshots of them, both on
+    the current stream; returns what ``layers`` does. Severed, the snapshots are taken before."""
+    if device.keeps(SNAPSHOT_AFTER):
+        result = layers()
+        copy()
+        return result
+    copy()
+    return layers()
 
 
 # --- weights -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ before it sampled without the host having seen it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,16 @@ from fenceline.layers.context import Shard
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_hash import model_id
-from fenceline.memory_order import Device, InputRing, MaskTable, ResultRing, wait_for_pages, weight_write
+from fenceline.memory_order import (
+    Device,
+    InputRing,
+    MaskTable,
+    ResultRing,
+    states_to_copy,
+    wait_for_pages,
+    weight_write,
+    with_snapshots,
+)
 from fenceline.memory_order.access import Accesses
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import Arrays, DecodeRunner, Logits
@@ -245,9 +254,7 @@ class ModelRunner:
                 self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
             if self.parts.page_tags is not None:
                 self.parts.page_tags.begin_step(views)
-            self._copy_states(batch.state_copies.before)
-            logits = way.runner.forward(batch, views)
-            self._copy_states(batch.state_copies.after)
+            logits = self._forward(way, batch, views)
             result: ForwardResult | HeldStep
             if len(batch.constrained):
                 masks = self.parts.masks
@@ -259,10 +266,14 @@ class ModelRunner:
             way.forward_alone.after_persistent_forward(result.done)
         return result
 
-    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, slot in copies:
-            assert self.states is not None, "only a model with recurrent layers has states"
-            self.states.copy(source, slot)
+    def _forward(self, way: _Way, batch: StepBatch, views: Views) -> Logits:
+        """The first phase, on FORWARD, which is current; with the copies of states of a model that has some."""
+        states = self.states
+        if states is None:
+            return way.runner.forward(batch, views)
+        before, after = batch.state_copies
+        states.copy(states_to_copy(self.device, before, states.num_rows))
+        return with_snapshots(self.device, partial(way.runner.forward, batch, views), partial(states.copy, after))
 
     def _upload(self, arrays: Arrays, writes: PageWrites) -> Views:
         """Upload the inputs of a step in one copy and return their views on the device. Empty for a decode step that

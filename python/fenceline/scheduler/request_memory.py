@@ -21,8 +21,8 @@ from fenceline.mem_cache.hicache import HiCache, OffloadedTail, StorageTier
 from fenceline.mem_cache.image_keys import ImageKeys
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
-from fenceline.memory_order import LeasePool, Points, comparison, step_embeddings, told_by
-from fenceline.memory_order.edges import IMAGE_KEYS, IMAGE_NAMES, QUEUED_MATCH
+from fenceline.memory_order import LeasePool, Points, comparison, ends_at_state, step_embeddings, told_by
+from fenceline.memory_order.edges import COMMITTED_STATE, IMAGE_KEYS, IMAGE_NAMES, QUEUED_MATCH
 from fenceline.memory_order.relocation import RelocationClock
 from fenceline.model_executor.step import Completions, PageWrites, StepBatch, Worker
 from fenceline.scheduler.image_cache import ImageCache
@@ -115,10 +115,12 @@ class RequestMemory:
         num_rows_behind: int = 0,
         images: ImageCache | None = None,
         grid: int = 0,
+        same_state: Callable[[int, int], bool] = operator.eq,
     ) -> None:
         """``same_version`` compares the tree's ``num_moves`` with an earlier value (see ``memory_order.comparison``).
         ``num_rows_behind``: see ``DraftConfig``. ``images``: None for a model that reads texts alone.
-        ``grid``: tokens between two states of recurrent layers, a multiple of the page size; 0: there are no states."""
+        ``grid``: tokens between two states of recurrent layers, a multiple of the page size; 0: there are no states.
+        ``same_state`` compares the numbers of two states of a request, in steps of ``grid``."""
         assert grid % page_size == 0 and (tree.states is not None) == (grid > 0)
         self.pages = pages
         self.rows = rows
@@ -131,7 +133,10 @@ class RequestMemory:
         self.tables = PageTables(rows.size)
         self.remaps: list[Remap] = []  # that no step has written yet
         self.state_copies: list[tuple[int, int]] = []  # see StateCopies.before: that no step has made yet
+        if tree.states is not None:
+            tree.states.observers += (self._snapshots_given_back,)
         self._grid = grid
+        self._same_state = same_state
         self._num_stale_matches = 0
         self._same_version = same_version
         self._num_rows_behind = num_rows_behind
@@ -320,14 +325,14 @@ class RequestMemory:
             self.tree.give_state(tokens[:position], slot, req.source.extra_key)
 
     def with_states(self, batch: StepBatch) -> StepBatch:
-        """``batch`` with the copies of states that it makes before its layers; without those to snapshots that have
-        been given back since."""
-        copies, self.state_copies = self.state_copies, []
-        states = self.tree.states
-        assert states is not None, "the model has states"
-        leased = states.are_leased(np.array([slot for _, slot in copies], dtype=np.int32)).tolist()
-        before = [copy for copy, kept in zip(copies, leased, strict=True) if kept or copy[1] < states.reserved]
-        return replace(batch, state_copies=batch.state_copies._replace(before=tuple(before)))
+        """``batch`` with the copies of states that it makes before its layers."""
+        before, self.state_copies = tuple(self.state_copies), []
+        return replace(batch, state_copies=batch.state_copies._replace(before=before))
+
+    def _snapshots_given_back(self, slots: I32, _after: Points) -> None:
+        """The next step does not make the copies to these, but for those with which a request begins."""
+        read = {source for source, _ in self.state_copies}
+        self.state_copies = [copy for copy in self.state_copies if copy[1] not in slots or copy[1] in read]
 
     def with_remaps(self, batch: StepBatch) -> StepBatch:
         """``batch`` with the page-table writes of pending remaps, which are made before any step reads those rows."""
@@ -382,7 +387,7 @@ class RequestMemory:
         """Have the next step copy the state of ``req``, which has left, at the last point of the grid; unless a step in
         flight may bring it beyond that point. (Of a request that decodes, one step of one token may be in flight.)"""
         end = max(req.allocated_len, req.committed_len + 1)
-        if end // self._grid == req.committed_len // self._grid:
+        if self._same_state(end // self._grid, req.committed_len // self._grid):
             self.state_copies += self.snapshot(req, self._num_complete(req))
 
     def flush(self, storage: bool = False) -> int:
@@ -548,5 +553,7 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         lookahead=draft.lookahead if draft is not None and draft.sees_images else 0,
     )
     images.most_in_step = step_embeddings(worker.device, images.most_in_step)
-    grid = 0 if worker.states is None else worker.states.grid
-    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, grid)
+    grid, same_state = 0, comparison(worker.device, COMMITTED_STATE)
+    if worker.states is not None:
+        grid, tree.ends_at_states = worker.states.grid, ends_at_state(worker.device)
+    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, grid, same_state)

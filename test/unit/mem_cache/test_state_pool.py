@@ -47,7 +47,7 @@ def test_a_copy_moves_what_all_layers_carry_of_one_slot() -> None:
     for of_layer in pool.layers:
         for tensor in of_layer.values():
             tensor[2] = 2
-    pool.copy(2, 5)
+    pool.copy([(2, 5)])
     for spec, tensors in zip(_SPECS, pool.layers, strict=True):
         for row in spec.carried:
             filled = [bool((slot == 2).all()) for slot in tensors[row.name]]

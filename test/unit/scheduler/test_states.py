@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from scheduler_driver import Driver, assert_right, make_driver, request
+from scheduler_driver import Driver, assert_right, capacity, expected_output, make_driver, request
 from token_worker import TokenWorker
 
 from fenceline.ipc.io_struct import (
@@ -73,6 +73,21 @@ def test_states_go_before_pages_the_oldest_first() -> None:
 def test_without_snapshots_nothing_is_shared() -> None:
     driver = make_driver(num_snapshots=0)
     assert [_cached(driver, request(rid, _prompt(1, 30), max_new_tokens=9)) for rid in "ab"] == [0, 0]
+
+
+def test_a_snapshot_may_go_in_the_step_that_reads_it() -> None:
+    """One request waits for the other's row, begins with the state that this one leaves, and its own snapshot takes
+    the place of that: all in one turn, before any copy has been made."""
+    driver = make_driver(num_rows=1, num_snapshots=1)
+    assert isinstance(driver.worker, TokenWorker)
+    driver.worker.is_quick = lambda: True
+    first = request("a", _prompt(1, 10), max_new_tokens=9, ignore_eos=True)
+    answer = expected_output(first, capacity(driver))
+    second = request("b", [*first.input_ids, *answer, *_prompt(3, 8)], max_new_tokens=2, ignore_eos=True)
+    driver.send(first, second)
+    driver.run()
+    assert_right(driver, first, second)
+    assert driver.answers["b"].last.cached_tokens == 16
 
 
 def test_a_retracted_request_answers_the_same() -> None:

@@ -277,6 +277,8 @@ class RadixCache:
         """What stands for the tokens of images in the keys that the methods call token ids."""
         self._pool = pages
         self.states = states
+        self.ends_at_states = states is not None
+        """Whether a match ends where there is a state."""
         self._stateful = LruQueue(_has_state)
         self._clock = 0
         # Of nodes: how many were made, also by splits (while this does not change, no match has become longer), and are
@@ -298,7 +300,7 @@ class RadixCache:
         ignored. Splits the last node where the match ends inside it, and makes the matched path the most recently used.
         ``extra_key`` names an isolated namespace: prefixes of different namespaces never match."""
         path = self._walk(self._whole_pages(token_ids), extra_key)
-        if self.states is not None:
+        if self.ends_at_states:
             while path[-1] is not self.root and not path[-1].state:
                 path.pop()
         pages = self._pages_of(path)

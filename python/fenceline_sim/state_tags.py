@@ -1,0 +1,116 @@
+"""Tags of recurrent states: the prefix of whose tokens each slot carries the state, part by part.
+
+What a step must find in a row's slot, and leave in a snapshot, follows from its requests alone. So a state of another
+request, or after too few or too many tokens, is reported at the operation that takes it for the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from fenceline.memory_order.edges import COMMITTED_STATE, ENDS_AT_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
+from fenceline.model_executor.step import StateCopies
+from fenceline_sim.memory import Access, Tag, row_values
+from fenceline_sim.streams import Operation
+
+SINK_SLOT = 0
+_NOTHING = 0  # the prefix of a slot that nobody has written
+_MEMORY = "states"
+
+# Of an error: the operation, the memory's name, what is wrong, and the guard that should have prevented it.
+Report = Callable[[Operation, str, str, str], None]
+
+
+class StateSeq(NamedTuple):
+    """A request's part of a step: its tokens from ``first`` to ``length - 1``. ``ends``: its prefixes by token."""
+
+    name: str
+    row: int
+    first: int
+    length: int
+    ends: Sequence[int]
+
+    def state(self, length: int, grid: int) -> int:
+        """The prefix whose state its slot carries when the request has ``length`` tokens."""
+        absorbed = length // grid * grid
+        return self.ends[absorbed - 1] if absorbed else _NOTHING
+
+
+class StateTags:
+    """Those of one engine, whose model has recurrent layers."""
+
+    def __init__(self, carried: Tag, nbytes: int, grid: int, describe: Callable[[int], str], report: Report) -> None:
+        """``carried``: the memory of the slots, each of ``nbytes``. ``describe`` names a prefix."""
+        self.carried, self.grid, self.report = carried, grid, report
+        self._nbytes, self._describe = nbytes, describe
+        self._held: dict[int, dict[int, int]] = {}  # by where a part lies in a slot, and by slot
+        self.begun: set[int] = set()  # rows that got the state of a prefix
+
+    def slot_of(self, access: Access) -> int:
+        """The slot that a copy accesses."""
+        return access.layout.offset * access.layout.form.itemsize // self._nbytes
+
+    def part_of(self, access: Access) -> dict[int, int]:
+        """By slot, what the part of a layer holds."""
+        first = access.layout.offset * access.layout.form.itemsize % self._nbytes
+        return self._held.setdefault(first, {})
+
+    def copied(self, source: int, slot: int) -> None:
+        for held in self._held.values():
+            held[slot] = held.get(source, _NOTHING)
+
+    def check(self, op: Operation, held: Mapping[int, int], slot: int, right: int, what: str, guard: Guard) -> None:
+        """``slot`` must hold the state of the prefix ``right``."""
+        found = held.get(slot, _NOTHING)
+        if found != right:
+            states = [f"that after {self._describe(end)}" if end else "none" for end in (found, right)]
+            text = f"states slot {slot} holds {states[0]}, and must hold {states[1]}, {what}\n  by"
+            self.report(op, _MEMORY, text, guard.name)
+
+    def check_slot(self, op: Operation, slot: int, right: int, what: str, guard: Guard) -> None:
+        for held in self._held.values():
+            self.check(op, held, slot, right, what, guard)
+
+
+class StepStates:
+    """The states of a step."""
+
+    def __init__(
+        self, states: StateTags, seqs: Sequence[StateSeq], copies: StateCopies, in_tree: Mapping[int, int]
+    ) -> None:
+        """``in_tree``: the prefixes of the tree's snapshots, by slot."""
+        self._states, self._by_row, self._in_tree = states, {seq.row: seq for seq in seqs}, in_tree
+        states.begun -= {seq.row for seq in seqs if seq.first == 0}
+        states.begun |= {slot for _, slot in copies.before}
+        # What snapshots of its rows must hold, by row and slot.
+        self._after = {
+            (row, slot): self._by_row[row].state(self._by_row[row].length, states.grid) for row, slot in copies.after
+        }
+        self._before = list(copies.before)
+
+    def ran(self, op: Operation, access: Access, writes: bool) -> None:
+        """``op`` has accessed memory."""
+        states = self._states
+        if access.tag is not states.carried:
+            return
+        if access.rows is not None:
+            held = states.part_of(access)
+            for slot in set(row_values(access.rows).tolist()) - {SINK_SLOT}:
+                seq = self._by_row[slot]
+                if writes:
+                    held[slot] = seq.state(seq.length, states.grid)
+                elif seq.first >= states.grid:
+                    guard = ROW_STATE if slot in states.begun else ENDS_AT_STATE
+                    what = f"read for token {seq.first} of {seq.name}"
+                    states.check(op, held, slot, seq.state(seq.first, states.grid), what, guard)
+        elif writes:
+            source, slot = states.slot_of(op.reads[0]), states.slot_of(access)
+            states.copied(source, slot)
+            if (source, slot) in self._before:
+                self._before.remove((source, slot))
+                if slot in self._in_tree:
+                    states.check_slot(op, slot, self._in_tree[slot], "the tree's snapshot", COMMITTED_STATE)
+            elif (source, slot) in self._after:
+                right = self._after[source, slot]
+                states.check_slot(op, slot, right, "a snapshot of its step", SNAPSHOT_AFTER)
