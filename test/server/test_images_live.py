@@ -19,7 +19,7 @@ import pytest
 from hostile_images import data_url, hostile_images, oriented, picture, png, written
 from live_server import LiveServer
 from PIL import Image
-from vision_cases import BEGIN, END, IMAGE, theirs
+from vision_cases import BEGIN, END, IMAGE, answers_around, sizes_of_14193, theirs
 from vision_server import save_vision_model
 
 import fenceline
@@ -262,6 +262,25 @@ async def _hostile(url: str, count: int, seed: int) -> set[int]:
 def test_hostile_images_are_no_server_errors(live: LiveServer) -> None:
     """Unit tests give 2,000 to the decoder, and measure how long the event loop is kept."""
     assert asyncio.run(_hostile(live.base_url, 80, seed=3)) == {200, 400}
+
+
+def test_two_ranks_answer_the_client_of_sglang_14193(tmp_path: Path) -> None:
+    """With sums of gloo: 1,025 tokens, twice, and images that end at the edge of a chunk."""
+    save_vision_model(tmp_path)
+    cases = sizes_of_14193(tmp_path, 1024)
+    flags = ["--device", "cpu", "--tp-size", "2", "--chunked-prefill-size", "1024", "--disable-radix-cache"]
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    with LiveServer.real("--model-path", str(tmp_path), *flags) as server:
+        server.wait_ready()
+        answers = [
+            httpx.post(
+                f"{server.base_url}/generate",
+                json={"input_ids": ids, "image_data": list(map(base64_of, images)), "sampling_params": params},
+                timeout=120,
+            ).json()["output_ids"]
+            for ids, images in cases
+        ]
+    assert answers == answers_around(tmp_path, cases, "cpu")
 
 
 def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, model: Path) -> None:

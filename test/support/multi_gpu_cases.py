@@ -259,6 +259,21 @@ def cut_to_fit(rank: Rank) -> Found:
     return {"difference": difference_across_ranks(rank.device, Shard(rank.rank, rank.size, rank.communicator))}
 
 
+def pictures(rank: Rank) -> Found:
+    """sglang#14193: a model that reads images, in pieces of graphs with our own sums, around a captured size. Tokens
+    are those of one rank without graphs. Each rank has the tower as a whole."""
+    from vision_cases import answers_around, save_vision_checkpoint, sizes_of_14193  # imports transformers: seconds
+
+    folder = rank.folder / f"model{rank.rank}"
+    save_vision_checkpoint("Qwen2_5_VLForConditionalGeneration", folder)
+    cases, shard = sizes_of_14193(folder, 1024), Shard(rank.rank, rank.size, rank.communicator)
+    expected = answers_around(folder, cases, "cpu")
+    found = answers_around(
+        folder, cases, rank.device, shard, piecewise_cuda_graph_tokens=(64, 1024), cuda_graph_bs=(1, 2)
+    )
+    return {"differ": [index for index, (ours, right) in enumerate(zip(found, expected, strict=True)) if ours != right]}
+
+
 def two_streams(rank: Rank) -> Found:
     """F19: the communicator raises if it is used on another stream."""
     device = rank.device
@@ -339,6 +354,9 @@ CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
     "unregistered": (unregistered, frozenset({REGISTERED_GRAPH.name})),
     "buckets": (buckets, frozenset()),
     "cut_to_fit": (cut_to_fit, frozenset({TOTAL_BUCKETS.name})),
+    "pictures": (pictures, frozenset()),
+    "pictures_cut_to_fit": (pictures, frozenset({TOTAL_BUCKETS.name})),
+    "pictures_unregistered": (pictures, frozenset({REGISTERED_GRAPH.name})),
     "two_streams": (two_streams, frozenset()),
     "unordered_streams": (unordered_streams, frozenset({ONE_STREAM.name})),
     "gives_up": (gives_up, frozenset()),

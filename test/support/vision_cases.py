@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
@@ -328,3 +330,37 @@ def published_positions(
         )
         parts.append(first + torch.stack(axes).flatten(1))
     return torch.cat(parts, 1).unsqueeze(1)
+
+
+def sizes_of_14193(directory: Path, bucket: int, again: int = 2) -> list[Case]:
+    """What sglang#14193's client sends, one token again and again, and the like: prompts around a captured size of
+    ``bucket`` tokens, and with an image that ends at its edge, a token before it, or a token behind it, each ``again``
+    times. The checkpoint in ``directory`` gets positions for them."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["max_position_embeddings"] = 2 * bucket
+    path.write_text(json.dumps(config))
+    num_of_image = 4  # of a picture of 60 x 60 pixels
+    random, ends = Random(3), (bucket - 1, bucket, bucket + 1)
+    cases: list[Case] = [([0] * ends[-1], [])]
+    cases += [(random.choices(range(3, 90), k=end), []) for end in ends]
+    for end in ends:
+        begin = random.choices(range(3, 90), k=end - num_of_image - 1)
+        cases.append(([*begin, BEGIN, IMAGE, END], [picture(60, 60, end % 2)]))
+    return cases * again
+
+
+def answers_around(
+    directory: Path, cases: Sequence[Case], device: Device | str, shard: Shard = Shard(), **flags: object
+) -> list[list[int]]:
+    """The answers to ``cases``, one after the other, without a prefix cache."""
+    sizes: dict[str, object] = {"max_total_tokens": 4096, "chunked_prefill_size": 2048, "context_length": None}
+    driver = vision_driver(directory, device, shard=shard, **sizes | {"disable_radix_cache": True} | flags)
+    for index, case in enumerate(cases):
+        driver.send(image_request(driver, f"r{index}", *case))
+        driver.run()
+    runner = driver.worker
+    assert isinstance(runner, ModelRunner)
+    if "piecewise_cuda_graph_tokens" in flags:
+        assert runner.prefill_graphs is not None and runner.prefill_graphs.stats.replays
+    return [driver.answers[f"r{index}"].output_ids for index in range(len(cases))]

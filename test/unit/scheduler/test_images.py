@@ -22,16 +22,20 @@ from vision_cases import (
     Case,
     Film,
     Picture,
+    answers_around,
     cases_of,
     film,
     image_request,
     picture,
     save_vision_checkpoint,
+    sizes_of_14193,
     theirs,
     vision_driver,
 )
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq, id_array
+from fenceline.memory_order import open_device
+from fenceline.memory_order.edges import TOTAL_BUCKETS
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.model_executor.warm_up import warm_up
@@ -303,6 +307,20 @@ def test_ranks_give_the_same_answers(saved: Callable[[str], Saved], name: str) -
 
     for driver in ranks.run(run):
         compare(driver, reference, [image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)], cases)
+
+
+def test_two_ranks_around_a_size_of_graphs(tmp_path: Path) -> None:
+    """sglang#14193: 1,025 tokens, twice, and images that end at the edge of a captured size. A prompt that is cut to
+    fit is seen."""
+    save_vision_checkpoint("Qwen2_5_VLForConditionalGeneration", tmp_path)
+    cases, ranks = sizes_of_14193(tmp_path, 1024), Ranks(2)
+    graphs: dict[str, object] = {"piecewise_cuda_graph_tokens": (64, 1024), "cuda_graph_bs": (1, 2)}
+    expected = answers_around(tmp_path, cases, "cpu")
+    assert len(set(map(tuple, expected))) > 4
+    found = ranks.run(lambda rank: answers_around(tmp_path, cases, ranks.devices[rank], ranks.shards[rank], **graphs))
+    assert found == [expected] * 2
+    severed = open_device("cpu", severed=frozenset({TOTAL_BUCKETS.name}))
+    assert answers_around(tmp_path, cases, severed, **graphs) != expected
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
