@@ -311,6 +311,8 @@ class RequestMemory:
         if position <= req.snapshot_len:
             return ()
         slot = self.tree.lease_state()
+        if not slot and req.snapshots:  # of a long prompt: the latest ones are worth more than the first
+            slot = req.snapshots.pop(0)[1]
         if not slot:
             return ()
         req.snapshot_len = position

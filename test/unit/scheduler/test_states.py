@@ -52,6 +52,13 @@ def test_each_chunk_of_a_prompt_leaves_a_state() -> None:
     assert _cached(driver, request("b", [*_prompt(1, 20), 3], max_new_tokens=1)) == 8
 
 
+def test_a_prompt_of_more_chunks_than_snapshots_keeps_its_last_states() -> None:
+    driver = make_driver(num_snapshots=2, chunked_prefill_size=8)
+    assert _cached(driver, request("a", _prompt(1, 60), max_new_tokens=1)) == 0
+    assert _cached(driver, request("b", _prompt(1, 60), max_new_tokens=1)) == 56
+    assert _cached(driver, request("c", _prompt(1, 50), max_new_tokens=1)) == 48
+
+
 def test_a_conversation_goes_on_from_the_end_of_the_answer() -> None:
     driver = make_driver(num_snapshots=8)
     first = request("a", _prompt(1, 10), max_new_tokens=20, ignore_eos=True)
