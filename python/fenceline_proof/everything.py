@@ -397,7 +397,7 @@ def _product(random: Random, arrangement: _Arrangement | None, engine: str) -> S
     if random.random() < 0.2:  # as much memory as the running requests can use
         flags = {name: value for name, value in flags.items() if name != "max_total_tokens"}
         flags["context_length"] = GRAPH_CONTEXT - 3  # the last page is not whole
-    return script.scenario(**_fitting(flags))
+    return script.scenario(**_fitting(_with_states(random, flags) if not script.num_updates else flags))
 
 
 def _fitting(flags: Flags) -> Flags:
@@ -426,6 +426,21 @@ def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
     flags = {name: value for name, value in flags.items() if not name.startswith(others)}
     drafts = chains_that_see(random) if model == PICTURES else chains_of_models(random)
     return {**flags, **drafts, "model": model}
+
+
+def _with_states(random: Random, flags: Flags) -> Flags:
+    """The model with recurrent layers in place of the plain one in a few runs, without the flags that are refused
+    beside it, and without --debug-cuda-graph, because the tags do not know that it puts states back. It has a generator
+    of its own, so that the other runs stay as they are."""
+    own = Random(str(random.getstate()[1][:8]))
+    if "model" in flags or own.random() < 0.3:
+        return flags
+    refused = ("hicache_", "enable_hierarchical", "speculative_", "piecewise_", "draft", "depth_seed", "retract_policy")
+    refused += ("bad_days", "least_tokens", "debug_cuda_graph")
+    kept = {name: value for name, value in flags.items() if not name.startswith(refused)}
+    if not flags.get("disable_radix_cache"):
+        kept["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + own.choice((1, 3, 16))
+    return {**kept, "model": "states"}
 
 
 _KINDS = tuple(partial(_everything, arrangement=some, engine=engine) for engine in _ENGINES for some in _ARRANGEMENTS)
