@@ -163,7 +163,7 @@ class BodyParser:
         if self._helper is None or not self._helper[0].is_alive():
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), name="body-parser", daemon=True)
+            process = context.Process(target=_serve, args=(theirs, _NICENESS), name="body-parser", daemon=True)
             with starting_children():
                 process.start()
             theirs.close()
@@ -196,9 +196,9 @@ class _CollectedFields(UnknownFields):
         self.collected.append((set(heapq.nsmallest(MAX_NAMES_LOGGED, names)), rules))
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, niceness: int) -> None:
     """Parse bodies until the other end is closed, at a low priority: generation goes first if there are few cores."""
-    os.nice(_NICENESS)
+    os.nice(niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     while True:

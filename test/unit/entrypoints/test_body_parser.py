@@ -45,6 +45,12 @@ Parse = Callable[[bytes, UnknownFields], object]
 parse_chat, parse_completion = (partial(parsing.parse_body, ChatBody), partial(parsing.parse_body, CompletionBody))
 
 
+@pytest.fixture(autouse=True)
+def as_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper has the tests' priority: at its own it gets no CPU time beside processes that keep the cores busy."""
+    monkeypatch.setattr(body_parser, "_NICENESS", 0)
+
+
 @pytest.fixture
 def parser() -> Iterator[BodyParser]:
     parser = BodyParser(CONTEXT, UnknownFields(strict=False))
