@@ -125,10 +125,11 @@ class LaunchedLayerKernels(LayerKernels):
             for out, value in zip(written, made, strict=True):
                 out.copy_(value)
 
-        tokens, heads = a.shape
+        tokens, heads = b.shape
         values = mixed.shape[1] - 2 * gates.num_key_heads * gates.key_dim
         keys = (tokens, gates.num_key_heads, gates.key_dim)
-        shapes = (keys, keys, (tokens, heads, values // heads), (tokens, heads), (tokens, heads))
+        of_decays = (tokens, heads) if a.shape == b.shape else (tokens, heads, gates.key_dim)
+        shapes = (keys, keys, (tokens, heads, values // heads), of_decays, (tokens, heads))
         q, k, v, decays, beta = (mixed.new_empty(shape, dtype=torch.float32) for shape in shapes)
         operands = (mixed, a, b, gates.a_log, gates.dt_bias, q, k, v, decays, beta)
         accesses.delta_inputs.launch(compute, *operands)

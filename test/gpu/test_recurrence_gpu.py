@@ -14,7 +14,7 @@ from fenceline.layers.recurrent_state import LayerState, StateRows, empty_states
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS + LARGE if not kind.by_channel])
+@pytest.mark.parametrize("kind", KINDS + LARGE)
 def test_steps_of_all_kinds(kind: Kind) -> None:
     check_steps(kind, (kernels.short_convolution, kernels.recurrence), "cuda")
 

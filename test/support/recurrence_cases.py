@@ -60,7 +60,11 @@ class Kind:
 
 GATED_DELTA_NET = Kind((4, 2, 16, 24))
 KINDS = [GATED_DELTA_NET, Kind((3, 3, 16, 24), by_channel=True), Kind((4, 1, 16, 24), delta=False)]
-LARGE = [Kind((4, 2, 128, 128)), Kind((4, 1, 128, 64), delta=False)]  # heads as in published models
+LARGE = [
+    Kind((4, 2, 128, 128)),
+    Kind((2, 2, 128, 128), True),
+    Kind((4, 1, 128, 64), delta=False),
+]  # heads as in published models
 ALL = KINDS + LARGE
 WEIGHT = {kind: torch.randn(kind.channels, TAPS, generator=torch.Generator().manual_seed(5)) for kind in ALL}
 BIAS = {kind: torch.randn(kind.channels, generator=torch.Generator().manual_seed(6)) for kind in ALL}

@@ -86,8 +86,6 @@ class CudaLayerKernels(LayerKernels):
     kernel they read weights; ``rotate_and_store``, ``store_latent`` and ``store_index`` also read the table, positions
     and out_slots. So there must be another kernel between the one that writes these and the one that reads them."""
 
-    decays_by_channel = False
-
     def __init__(self, device: torch.device, fixed: SplitWorkspace | None = None) -> None:
         """``fixed``: that of products in a fixed order, which all sums then have; see ``LayerKernels.fixed_order``."""
         self._pdl, self._device = torch.cuda.get_device_capability(device) >= (9, 0), device

@@ -27,10 +27,6 @@ class KimiDeltaAttention(RecurrentMixer):
         config, context = site.config, site.context.inside(self.name)
         assert config.recurrent is not None, "the family reads the sizes from config.json"
         self.sizes, self.shard, self._kernels = config.recurrent, context.shard, context.kernels
-        if not self._kernels.decays_by_channel:
-            raise ValueError(
-                f"{config.architecture}: there are no kernels for its recurrent layers on this GPU; use --device cpu"
-            )
         dim, rank = self.sizes.key_dim, self.shard.rank
         heads = self.shard.divide(self.sizes.num_heads, "heads of recurrent layers")
         full, own = self.sizes.num_heads * dim, heads * dim

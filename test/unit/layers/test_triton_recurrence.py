@@ -13,7 +13,13 @@ from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.layers.kernels import recurrence as reference
 
-CHECKS = ("steps_of_a_delta_net", "steps_without_a_delta_rule", "delta_inputs", "gated_norm")
+CHECKS = (
+    "steps_of_a_delta_net",
+    "steps_with_decays_by_channel",
+    "steps_without_a_delta_rule",
+    "delta_inputs",
+    "gated_norm",
+)
 
 results = outcomes_of(__file__)
 
@@ -42,12 +48,12 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     channels = {"CHANNELS": 8192, "TAPS": 4, "RING": 3, "BLOCK_RING": 4, "X_ROW": 8192, "COLUMNS_SLOT": 24_576}
     channels |= {"RING_SLOT": 24_576, "KEPT": True, "SILU": True, "HAS_BIAS": False, "bias": None, "BLOCK_T": 32}
     heads = {"HEADS": 32, "KEY_HEADS": 16, "K": 128, "RING": 64, "K_SLOT": 64 * 2048}
-    heads |= {"DECAY_SLOT": 2048, "GRID": 64}
+    heads |= {"DECAY_SLOT": 2048, "DECAYS": 1, "GRID": 64}
     blocks = {"V": 128, "BLOCK_V": 64, "MATRIX_SLOT": 1 << 19, "D_SLOT": 64 * 4096, "KEPT": True, "HAS_BETA": True}
     blocks |= {"CHUNK": kernels._BLOCK_FEATURES, "PRECISION": kernels._PRECISION, "scratch": None}
     inputs = {"KEY_HEADS": 16, "REPEATS": 2, "BLOCK_REPEATS": 2, "K": 128, "BLOCK_K": 128, "VALUES": 256}
     norm = {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8, "SILU": True}
-    inputs |= {"BLOCK_VALUES": 256, "A_ROW": 32, "B_ROW": 32}
+    inputs |= {"BLOCK_VALUES": 256, "A_ROW": 32, "B_ROW": 32, "BY_CHANNEL": False}
     floats = dict.fromkeys(("matrix", "ring_k", "ring_d", "ring_decay", "q", "k", "v", "decays", "beta"), "*fp32")
     floats |= dict.fromkeys(("a_log", "dt_bias"), "*fp32")
     types = floats | {"query_starts": "*i32", "num_rows": "i32", "eps": "fp32"}
@@ -55,7 +61,9 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     for kernel, warps, constants, others in (
         (kernels._short_convolution_kernel, 4, channels | {"BLOCK_C": 128, "GRID": 64}, {}),
         (kernels._delta_inputs_kernel, 1, inputs, {}),
+        (kernels._delta_inputs_kernel, 1, inputs | {"BY_CHANNEL": True}, {}),
         (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
+        (kernels._recurrence_kernel, 4, heads | blocks | {"DECAYS": 128}, {"out": "*fp32"}),
         (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128}, {}),
         (kernels._gated_norm_kernel, 4, norm, {"x": "*fp32"}),
     ):  # fmt: skip
@@ -75,10 +83,10 @@ def check_delta_inputs() -> None:
     from fenceline.layers.kernels.triton import recurrence as triton_recurrence
 
     heads, key_heads, key_dim, value_dim = 6, 2, 12, 20
-    gates = reference.DeltaGates(torch.randn(heads), torch.randn(heads), key_heads, key_dim)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, num_decays in ((torch.float32, heads), (torch.bfloat16, heads), (torch.float32, heads * key_dim)):
+        gates = reference.DeltaGates(torch.randn(heads), torch.randn(num_decays), key_heads, key_dim)
         mixed = torch.randn(5, 2 * key_heads * key_dim + heads * value_dim).to(dtype)
-        a, b = (torch.randn(5, 2 * heads).to(dtype) * 12).split(heads, 1)
+        a, b = (torch.randn(5, num_decays + heads).to(dtype) * 12).split((num_decays, heads), 1)
         expected = reference.delta_inputs(mixed, a, b, gates)
         for ours, theirs in zip(triton_recurrence.delta_inputs(mixed, a, b, gates), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
@@ -103,6 +111,7 @@ def main() -> None:
     arithmetic = triton_recurrence.short_convolution, triton_recurrence.recurrence
     checks: dict[str, Callable[[], None]] = {
         "steps_of_a_delta_net": lambda: check_steps(KINDS[0], arithmetic),
+        "steps_with_decays_by_channel": lambda: check_steps(KINDS[1], arithmetic),
         "steps_without_a_delta_rule": lambda: check_steps(KINDS[2], arithmetic),
         "delta_inputs": check_delta_inputs,
         "gated_norm": check_gated_norm,

@@ -92,8 +92,6 @@ class LayerKernels:
     run on the current stream and, except on a CPU, never make the host wait. Activations are contiguous [T, features]
     in the model's dtype; sums are at least float32."""
 
-    decays_by_channel = True
-    """Whether ``delta_inputs`` and ``recurrence`` can have a decay for each feature of a key."""
     fixed_order = False
     """Whether the bits of a row's results do not depend on the other rows and their number, nor on how rows are
     padded."""

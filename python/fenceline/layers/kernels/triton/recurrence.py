@@ -159,12 +159,14 @@ def delta_inputs(
     mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``LayerKernels.delta_inputs``. ``mixed`` is contiguous, as are the gates of a token in a and b."""
-    (num_tokens, width), heads = mixed.shape, a.shape[1]
-    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1 and len(gates.dt_bias) == heads
+    (num_tokens, width), heads = mixed.shape, b.shape[1]
+    by_channel = len(gates.dt_bias) > heads
+    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1 and a.shape[1] == len(gates.dt_bias)
     keys, values = (num_tokens, gates.num_key_heads, gates.key_dim), width - 2 * gates.num_key_heads * gates.key_dim
     q, k = mixed.new_empty(keys, dtype=torch.float32), mixed.new_empty(keys, dtype=torch.float32)
     v = mixed.new_empty(num_tokens, heads, values // heads, dtype=torch.float32)
-    decays, beta = (mixed.new_empty(num_tokens, heads, dtype=torch.float32) for _ in range(2))
+    of_decays = (num_tokens, heads, gates.key_dim) if by_channel else (num_tokens, heads)
+    decays, beta = (mixed.new_empty(shape, dtype=torch.float32) for shape in (of_decays, (num_tokens, heads)))
     if num_tokens:
         repeats = heads // gates.num_key_heads
         constants = {
@@ -177,6 +179,7 @@ def delta_inputs(
             "BLOCK_VALUES": triton.next_power_of_2(values // gates.num_key_heads),
             "A_ROW": a.stride(0),
             "B_ROW": b.stride(0),
+            "BY_CHANNEL": by_channel,
         }
         variant = _variant(_delta_inputs_kernel, tuple(constants.items()), 1)
         tensors = (mixed, a, b, gates.a_log, gates.dt_bias, q, k, v, decays, beta)
@@ -189,6 +192,7 @@ def _delta_inputs_kernel(
     mixed, a, b, a_log, dt_bias, q, k, v, decays, beta,
     KEY_HEADS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_REPEATS: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_VALUES: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """One program: a token's key head with the heads that share it."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -207,11 +211,19 @@ def _delta_inputs_kernel(
     tl.store(v + (token * KEY_HEADS + head) * VALUES + features, value, mask=live)
     repeats = tl.arange(0, BLOCK_REPEATS)
     heads, live = head * REPEATS + repeats, repeats < REPEATS
-    step = tl.load(a + token * A_ROW + heads, mask=live, other=0.0).to(tl.float32)
-    step += tl.load(dt_bias + heads, mask=live, other=0.0)
+    if BY_CHANNEL:
+        channels = tl.arange(0, BLOCK_K)[None, :]
+        at, is_one = heads[:, None] * K + channels, live[:, None] & (channels < K)
+        rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))[:, None]
+        decay_row = decays + token * (KEY_HEADS * REPEATS * K)
+    else:
+        at, is_one = heads, live
+        rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))
+        decay_row = decays + token * (KEY_HEADS * REPEATS)
+    step = tl.load(a + token * A_ROW + at, mask=is_one, other=0.0).to(tl.float32)
+    step += tl.load(dt_bias + at, mask=is_one, other=0.0)
     step = tl.where(step > 20.0, step, tl.log(1 + tl.exp(step)))
-    rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))
-    tl.store(decays + token * (KEY_HEADS * REPEATS) + heads, -rate * step, mask=live)
+    tl.store(decay_row + at, -rate * step, mask=is_one)
     gate = tl.load(b + token * B_ROW + heads, mask=live, other=0.0).to(tl.float32)
     tl.store(beta + token * (KEY_HEADS * REPEATS) + heads, 1 / (1 + tl.exp(-gate)), mask=live)
 
@@ -226,11 +238,11 @@ def recurrence(
     rows: StateRows,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See ``LayerKernels.recurrence``, with one decay for each head. All operands are contiguous float32. Current
-    stream, no host synchronisation."""
+    """See ``LayerKernels.recurrence``. All operands are contiguous float32. Current stream, no host
+    synchronisation."""
     (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
     operands = (q, k, v, decays) if beta is None else (q, k, v, decays, beta)
-    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in operands) and decays.dim() == 2
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in operands)
     ring = state["k"].shape[1]
     block_values = max(min(triton.next_power_of_2(value_dim), _BLOCK_VALUES), 16)
     out = torch.empty_like(v)
@@ -247,6 +259,7 @@ def recurrence(
         "DECAY_SLOT": _slot_stride(state["decay"]),
         "KEPT": rows.kept,
         "HAS_BETA": beta is not None,
+        "DECAYS": key_dim if decays.dim() == 3 else 1,
         "CHUNK": _BLOCK_FEATURES,
         "PRECISION": _PRECISION,
         "GRID": GRID,
@@ -257,7 +270,7 @@ def recurrence(
     scratch = None if rows.kept else v.new_empty(len(rows.slots), heads, key_dim, value_dim)
     variant.launch(grid, (q, k, v, decays, beta, *kept, scratch, *_operands(rows), out))
     if rows.kept and rows.query_lens_cpu.max() > 1:
-        names = ("HEADS", "KEY_HEADS", "K", "RING", "K_SLOT", "DECAY_SLOT", "GRID")
+        names = ("HEADS", "KEY_HEADS", "K", "RING", "K_SLOT", "DECAY_SLOT", "DECAYS", "GRID")
         block = ("BLOCK_K", triton.next_power_of_2(key_dim))
         variant = _variant(_keep_rows_kernel, (*((name, constants[name]) for name in names), block))
         variant.launch((len(rows.slots), heads), (k, decays, state["k"], state["decay"], *_operands(rows)))
@@ -285,23 +298,74 @@ def _key_features(
 
 
 @triton.jit
-def _scores(
-    new_q, new_k, kept_k, rows, others, base, first, low, high, FOR_KEYS: tl.constexpr, K: tl.constexpr,
-    ROW: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+def _sum_of(
+    new, kept, from_row, to_row, base, first, low, high, features, K: tl.constexpr, ROW: tl.constexpr,
+    RING: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """Products of the queries, and of the keys, of ``rows`` with the keys of ``others``."""
+    """The sum of the decays of a block's rows from ``from_row`` to before ``to_row``, for each of ``features``."""
+    rows = tl.arange(0, GRID)
+    decays = _key_features(new, kept, rows, base, first, low, high, features, K, ROW, RING)
+    return tl.sum(tl.where(((rows >= from_row) & (rows < to_row))[:, None], decays, 0.0), 0)[None, :]
+
+
+@triton.jit
+def _sums_after(
+    new, kept, rows, base, first, low, high, features, K: tl.constexpr, ROW: tl.constexpr, RING: tl.constexpr
+):
+    """The sums of decays from behind each of 16 ``rows`` to the last of them, [rows, features]."""
+    following = _key_features(new, kept, rows + 1, base, first, low, high, features, K, ROW, RING)
+    is_last = (rows % 16 == 15)[:, None]
+    return tl.cumsum(tl.where(is_last, 0.0, following), 0, reverse=True)
+
+
+@triton.jit
+def _scores(
+    new_q, new_k, kept_k, new_decay, kept_decay, rows, others, base, first, low, high, FOR_KEYS: tl.constexpr,
+    DIAGONAL: tl.constexpr, DECAYS: tl.constexpr, DECAY_ROW: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr,
+    RING: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """Products of the queries, and of the keys, of 16 ``rows`` with the keys of ``others``, which are 16 earlier ones
+    or, in the diagonal, the same. If each feature has its own decay, it is part of the products: of exponentials of
+    sums that are at most 0, none of which is the difference of two large ones."""
     of_queries = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
     of_keys = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
     is_new = (rows >= low) & (rows < high)
     for chunk in range(0, K, CHUNK):
         features = chunk + tl.arange(0, CHUNK)
-        other = tl.trans(_key_features(new_k, kept_k, others, base, first, low, high, features, K, ROW, RING))
+        other = _key_features(new_k, kept_k, others, base, first, low, high, features, K, ROW, RING)
         place = new_q + (first + rows)[:, None] * ROW + features[None, :]
         queries = tl.load(place, is_new[:, None] & (features < K)[None, :], 0.0)
-        of_queries = tl.dot(queries, other, of_queries, input_precision=PRECISION)
+        keys = queries
         if FOR_KEYS:
             keys = _key_features(new_k, kept_k, rows, base, first, low, high, features, K, ROW, RING)
-            of_keys = tl.dot(keys, other, of_keys, input_precision=PRECISION)
+        if DECAYS > 1:
+            decays = _key_features(new_decay, kept_decay, rows, base, first, low, high, features, K, DECAY_ROW, RING)
+        if DECAYS > 1 and DIAGONAL:
+            sums = tl.cumsum(decays.to(tl.float64), 0)
+            local = rows % 16
+            for column in range(16):
+                is_column = (local == column)[:, None]
+                key = tl.sum(tl.where(is_column, other, 0.0), 0)[None, :]
+                until = tl.sum(tl.where(is_column, sums, 0.0), 0)[None, :]
+                key = key * tl.exp(tl.minimum((sums - until).to(tl.float32), 0.0))
+                is_here = (local == column)[None, :]
+                of_queries += tl.where(is_here, tl.sum(queries * key, 1)[:, None], 0.0)
+                if FOR_KEYS:
+                    of_keys += tl.where(is_here, tl.sum(keys * key, 1)[:, None], 0.0)
+        else:
+            if DECAYS > 1:
+                growth = tl.cumsum(decays, 0) + _sum_of(
+                    new_decay, kept_decay, tl.max(others, 0) + 1, tl.min(rows, 0), base, first, low, high, features,
+                    K, DECAY_ROW, RING, GRID,
+                )  # fmt: skip
+                growth = tl.exp(growth)
+                queries, keys = queries * growth, keys * growth
+                other *= tl.exp(
+                    _sums_after(new_decay, kept_decay, others, base, first, low, high, features, K, DECAY_ROW, RING)
+                )
+            of_queries = tl.dot(queries, tl.trans(other), of_queries, input_precision=PRECISION)
+            if FOR_KEYS:
+                of_keys = tl.dot(keys, tl.trans(other), of_keys, input_precision=PRECISION)
     return of_queries, of_keys
 
 
@@ -310,7 +374,7 @@ def _recurrence_kernel(
     q, k, v, decays, beta, matrix, ring_k, ring_d, ring_decay, scratch, starts, absorbed_by, query_starts, slots, out,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     RING: tl.constexpr, MATRIX_SLOT: tl.constexpr, K_SLOT: tl.constexpr, D_SLOT: tl.constexpr,
-    DECAY_SLOT: tl.constexpr, KEPT: tl.constexpr, HAS_BETA: tl.constexpr, CHUNK: tl.constexpr,
+    DECAY_SLOT: tl.constexpr, KEPT: tl.constexpr, HAS_BETA: tl.constexpr, DECAYS: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """One program computes some features of a head's values, for all tokens of a request. Its part of the matrix and
@@ -320,6 +384,7 @@ def _recurrence_kernel(
     ROWS: tl.constexpr = 16
     KEY_ROW: tl.constexpr = KEY_HEADS * K
     VALUE_ROW: tl.constexpr = HEADS * V
+    DECAY_ROW: tl.constexpr = HEADS * DECAYS
     request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head = head // (HEADS // KEY_HEADS)
     begin = tl.load(query_starts + request).to(tl.int64)
@@ -341,23 +406,25 @@ def _recurrence_kernel(
         current = own_matrix
         kept_k = ring_k + slot * K_SLOT + key_head * K
         kept_d = ring_d + slot * D_SLOT + head * V
-        kept_decay = ring_decay + slot * DECAY_SLOT + head
+        kept_decay, new_decay = ring_decay + slot * DECAY_SLOT + head * DECAYS, decays + head * DECAYS
         new_k, new_q, new_v = k + key_head * K, q + key_head * K, v + head * V
         for block in range((end - absorbed + GRID - 1) // GRID):
             base = absorbed + block * GRID
             first = begin + base - start
             low = tl.minimum(tl.maximum(start - base, 0), GRID)
             high = tl.minimum(end - base, GRID)
-            old = tl.load(kept_decay + (base + in_block) % RING * HEADS, mask=in_block < low, other=0.0)
-            own = (in_block >= low) & (in_block < high)
-            decay = old + tl.load(decays + (first + in_block) * HEADS + head, mask=own, other=0.0)
-            sums = tl.cumsum(decay.to(tl.float64), 0)
+            if DECAYS == 1:
+                old = tl.load(kept_decay + (base + in_block) % RING * HEADS, mask=in_block < low, other=0.0)
+                own = (in_block >= low) & (in_block < high)
+                decay = old + tl.load(new_decay + (first + in_block) * HEADS, mask=own, other=0.0)
+                sums = tl.cumsum(decay.to(tl.float64), 0)
             if low < high:
                 for sub in range(low // ROWS, (high + ROWS - 1) // ROWS):
                     rows = sub * ROWS + local
                     is_new = (rows >= low) & (rows < high)
-                    to_row = _sums_at(rows, in_block, sums)
-                    growth = tl.exp(to_row.to(tl.float32))[:, None]
+                    if DECAYS == 1:
+                        to_row = _sums_at(rows, in_block, sums)
+                        growth = tl.exp(to_row.to(tl.float32))[:, None]
                     result = tl.zeros((ROWS, BLOCK_V), tl.float32)
                     known = tl.zeros((ROWS, BLOCK_V), tl.float32)
                     if base > 0:
@@ -367,6 +434,17 @@ def _recurrence_kernel(
                             carried = tl.load(
                                 current + features[:, None] * V + values[None, :], live[:, None] & of_values, 0.0
                             )
+                            if DECAYS > 1:
+                                own_decays = _key_features(
+                                    new_decay, kept_decay, rows, base, first, low, high, features, K, DECAY_ROW, RING
+                                )
+                                growth = tl.exp(
+                                    tl.cumsum(own_decays, 0)
+                                    + _sum_of(
+                                        new_decay, kept_decay, 0, sub * ROWS, base, first, low, high, features,
+                                        K, DECAY_ROW, RING, GRID,
+                                    )
+                                )  # fmt: skip
                             place = new_q + (first + rows)[:, None] * KEY_ROW + features[None, :]
                             queries = tl.load(place, is_new[:, None] & live[None, :], 0.0) * growth
                             result = tl.dot(queries, carried, result, input_precision=PRECISION)
@@ -382,32 +460,37 @@ def _recurrence_kernel(
                         wanted = share * (wanted - known)
                     for before in range(sub):
                         others = before * ROWS + local
-                        between = tl.exp((to_row[:, None] - _sums_at(others, in_block, sums)[None, :]).to(tl.float32))
                         of_queries, of_keys = _scores(
-                            new_q, new_k, kept_k, rows, others, base, first, low, high,
-                            HAS_BETA, K, KEY_ROW, RING, CHUNK, PRECISION,
+                            new_q, new_k, kept_k, new_decay, kept_decay, rows, others, base, first, low, high,
+                            HAS_BETA, False, DECAYS, DECAY_ROW, K, KEY_ROW, RING, CHUNK, PRECISION, GRID,
                         )  # fmt: skip
+                        if DECAYS == 1:
+                            to_other = _sums_at(others, in_block, sums)
+                            between = tl.exp((to_row[:, None] - to_other[None, :]).to(tl.float32))
+                            of_queries, of_keys = of_queries * between, of_keys * between
                         place = kept_d + ((base + others) % RING)[:, None] * VALUE_ROW + values[None, :]
                         written = tl.load(place, of_values, 0.0)
-                        result += tl.dot(of_queries * between, written, input_precision=PRECISION)
+                        result += tl.dot(of_queries, written, input_precision=PRECISION)
                         if HAS_BETA:
-                            wanted -= tl.dot(of_keys * between * share, written, input_precision=PRECISION)
-                    between = tl.exp((to_row[:, None] - to_row[None, :]).to(tl.float32))
+                            wanted -= tl.dot(of_keys * share, written, input_precision=PRECISION)
                     of_queries, of_keys = _scores(
-                        new_q, new_k, kept_k, rows, rows, base, first, low, high,
-                        HAS_BETA, K, KEY_ROW, RING, CHUNK, PRECISION,
+                        new_q, new_k, kept_k, new_decay, kept_decay, rows, rows, base, first, low, high,
+                        HAS_BETA, True, DECAYS, DECAY_ROW, K, KEY_ROW, RING, CHUNK, PRECISION, GRID,
                     )  # fmt: skip
+                    if DECAYS == 1:
+                        between = tl.exp((to_row[:, None] - to_row[None, :]).to(tl.float32))
+                        of_queries, of_keys = of_queries * between, of_keys * between
                     is_old = (rows < low)[:, None]
                     place = kept_d + ((base + rows) % RING)[:, None] * VALUE_ROW + values[None, :]
                     written = tl.load(place, is_old & of_values, 0.0) + tl.where(is_old, 0.0, wanted)
                     if HAS_BETA:
-                        scores = tl.where(local[:, None] > local[None, :], of_keys * between * share, 0.0)
+                        scores = tl.where(local[:, None] > local[None, :], of_keys * share, 0.0)
                         for row in range(1, ROWS):
                             is_row = (local == row)[:, None]
                             of_row = tl.sum(tl.where(is_row, scores, 0.0), 0)
                             change = tl.sum(of_row[:, None] * written, 0)
                             written -= tl.where(is_row, change[None, :], 0.0)
-                    scores = tl.where(local[:, None] >= local[None, :], of_queries * between, 0.0)
+                    scores = tl.where(local[:, None] >= local[None, :], of_queries, 0.0)
                     result += tl.dot(scores, written, input_precision=PRECISION)
                     store = is_new[:, None] & of_values
                     tl.store(out + (first + rows)[:, None] * VALUE_ROW + head * V + values[None, :], result, store)
@@ -417,16 +500,38 @@ def _recurrence_kernel(
                 target = not_kept
                 if base + GRID <= kept_end:
                     target = own_matrix
-                total = tl.sum(tl.where(in_block == GRID - 1, sums, 0.0), 0)
+                if DECAYS == 1:
+                    total = tl.sum(tl.where(in_block == GRID - 1, sums, 0.0), 0)
+                    whole = tl.exp(total.to(tl.float32))
                 for chunk in range(0, K, CHUNK):
                     features = chunk + tl.arange(0, CHUNK)
                     place = features[:, None] * V + values[None, :]
                     live = (features < K)[:, None] & of_values
                     before = (features < tl.where(base > 0, K, 0))[:, None] & of_values
-                    carried = tl.load(current + place, before, 0.0) * tl.exp(total.to(tl.float32))
+                    if DECAYS > 1:
+                        whole = tl.exp(
+                            tl.trans(
+                                _sum_of(
+                                    new_decay, kept_decay, 0, GRID, base, first, low, high, features,
+                                    K, DECAY_ROW, RING, GRID,
+                                )
+                            )
+                        )  # fmt: skip
+                    carried = tl.load(current + place, before, 0.0) * whole
                     for sub in range(GRID // ROWS):
                         rows = sub * ROWS + local
-                        growth = tl.exp((total - _sums_at(rows, in_block, sums)).to(tl.float32))[:, None]
+                        if DECAYS == 1:
+                            growth = tl.exp((total - _sums_at(rows, in_block, sums)).to(tl.float32))[:, None]
+                        else:
+                            growth = tl.exp(
+                                _sums_after(
+                                    new_decay, kept_decay, rows, base, first, low, high, features, K, DECAY_ROW, RING
+                                )
+                                + _sum_of(
+                                    new_decay, kept_decay, (sub + 1) * ROWS, GRID, base, first, low, high, features,
+                                    K, DECAY_ROW, RING, GRID,
+                                )
+                            )  # fmt: skip
                         keys = _key_features(new_k, kept_k, rows, base, first, low, high, features, K, KEY_ROW, RING)
                         place_d = kept_d + ((base + rows) % RING)[:, None] * VALUE_ROW + values[None, :]
                         written = tl.load(place_d, of_values, 0.0)
@@ -439,8 +544,17 @@ def _recurrence_kernel(
                 tokens = first_row + local
                 place = (start + tokens) % RING
                 is_new = tokens < num
-                decay = tl.load(decays + (begin + tokens) * HEADS + head, mask=is_new, other=0.0)
-                tl.store(kept_decay + place * HEADS, decay, mask=is_new)
+                if DECAYS == 1:
+                    kept_now = tl.load(new_decay + (begin + tokens) * HEADS, mask=is_new, other=0.0)
+                    tl.store(kept_decay + place * HEADS, kept_now, mask=is_new)
+                else:
+                    for chunk in range(0, K, CHUNK):
+                        features = chunk + tl.arange(0, CHUNK)
+                        store = is_new[:, None] & (features < K)[None, :]
+                        own_decays = tl.load(
+                            new_decay + (begin + tokens)[:, None] * DECAY_ROW + features[None, :], store, 0.0
+                        )
+                        tl.store(kept_decay + place[:, None] * DECAY_ROW + features[None, :], own_decays, store)
                 if head % (HEADS // KEY_HEADS) == 0:
                     for chunk in range(0, K, CHUNK):
                         features = chunk + tl.arange(0, CHUNK)
@@ -453,7 +567,7 @@ def _recurrence_kernel(
 def _keep_rows_kernel(
     k, decays, ring_k, ring_decay, starts, absorbed_by, query_starts, slots,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, RING: tl.constexpr, K_SLOT: tl.constexpr,
-    DECAY_SLOT: tl.constexpr, GRID: tl.constexpr, BLOCK_K: tl.constexpr,
+    DECAY_SLOT: tl.constexpr, DECAYS: tl.constexpr, GRID: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Keys and decays of the open block after a step that is kept, of requests for which the recurrence's own kernel
     could not store them."""
@@ -467,10 +581,13 @@ def _keep_rows_kernel(
         position = end // GRID * GRID + tl.arange(0, GRID)
         token = begin + position - start
         is_new = (position >= start) & (position < end)
-        decay = tl.load(decays + token * HEADS + head, mask=is_new, other=0.0)
-        tl.store(ring_decay + slot * DECAY_SLOT + position % RING * HEADS + head, decay, mask=is_new)
+        features = tl.arange(0, BLOCK_K)
+        store = is_new[:, None] & (features < DECAYS)[None, :]
+        row = head * DECAYS + features[None, :]
+        decay = tl.load(decays + token[:, None] * (HEADS * DECAYS) + row, mask=store, other=0.0)
+        kept_decay = ring_decay + slot * DECAY_SLOT
+        tl.store(kept_decay + (position % RING)[:, None] * (HEADS * DECAYS) + row, decay, mask=store)
         if head % (HEADS // KEY_HEADS) == 0:
-            features = tl.arange(0, BLOCK_K)
             store = is_new[:, None] & (features < K)[None, :]
             row = key_head * K + features[None, :]
             keys = tl.load(k + token[:, None] * (KEY_HEADS * K) + row, mask=store, other=0.0)
