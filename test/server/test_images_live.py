@@ -19,7 +19,7 @@ import pytest
 from hostile_images import data_url, hostile_images, oriented, picture, png, written
 from live_server import LiveServer
 from PIL import Image
-from vision_cases import BEGIN, END, IMAGE, answers_around, sizes_of_14193, theirs
+from vision_cases import BEGIN, END, IMAGE, VIDEO, Film, Picture, answers_around, sizes_of_14193, theirs
 from vision_server import save_vision_model
 
 import fenceline
@@ -230,6 +230,68 @@ def test_image_tokens_in_texts_are_refused(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="vision", messages=asked(text="<|image_pad|>"), **SMALL)
 
 
+def shown(*frames: Image.Image, **fields: object) -> list[Any]:
+    """A question about a video, in the form of Qwen's models."""
+    urls = [f"data:image/png;base64,{base64_of(frame)}" for frame in frames]
+    video = {"type": "video", "video": urls, **fields}
+    return [{"role": "user", "content": [{"type": "text", "text": QUESTION}, video]}]
+
+
+def test_videos_are_lists_of_frames(client: openai.OpenAI, live: LiveServer, model: Path) -> None:
+    frames = [picture(60, 40, seed=seed) for seed in range(3)]
+
+    def of(messages: list[Any]) -> str:
+        made = client.chat.completions.create(model="vision", messages=messages, **SMALL)
+        return str(made.choices[0].message.content)
+
+    expected = of(shown(*frames))
+    assert of(shown(*frames, fps=2.0)) == of(shown(*frames, timestamps=[0, 0.5, 1.0])) == expected
+    assert len({expected, of(shown(*frames, fps=0.1)), of(shown(*frames[::-1])), of(asked(*frames))}) == 4
+
+    together = "data:video/jpeg;base64," + ",".join(base64_of(frame) for frame in frames)
+    messages: Any = shown(*frames)
+    messages[0]["content"][1] = {"type": "video_url", "video_url": {"url": together}}
+    assert of(messages) == expected
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    text = PROMPT.replace("image_pad", "video_pad")
+    body: dict[str, Any] = {"video_data": [{"video": list(map(base64_of, frames))}], "sampling_params": params}
+    assert httpx.post(f"{live.base_url}/generate", json=body | {"text": text}).json()["text"] == expected
+    tokens = httpx.post(f"{live.base_url}/tokenize", json={"messages": messages}).json()["tokens"]
+    assert tokens.count(VIDEO) == 2 * 6, "two groups of frames"
+    ids = [id for index, id in enumerate(tokens) if id != VIDEO or tokens[index - 1] != VIDEO]
+    assert httpx.post(f"{live.base_url}/generate", json=body | {"input_ids": ids}).json()["text"] == expected
+
+    array = np.stack([np.asarray(frame) for frame in frames])
+    with fenceline.Engine(str(model), device="cpu") as engine:
+        texts = [engine.generate(text, params, video_data=one)["text"] for one in (frames, array)]
+        content = [{"type": "text", "text": QUESTION}, {"type": "video", "video": array}]
+        made = engine.chat([{"role": "user", "content": content}], params)["choices"][0]
+    assert [*texts, made["message"]["content"]] == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("video", "reason"),
+    [
+        ("data:video/mp4;base64,AAAA", "video files are not decoded here: send its frames"),
+        ("https://example.org/a.mp4", "video files are not decoded here: send its frames"),
+        ([data_url(png(10_000, 10_000))], r"messages\[0\].content\[1\].video\[0\]: it has 10000x10000 pixels"),
+        ([data_url(written(NOISE, "PNG")), data_url(b"GIF89a")], r"content\[1\].video\[1\]: its file is broken"),
+        ([data_url(written(one, "PNG")) for one in (NOISE, RED)], r"video\[1\]: its 60x40 pixels are not the 80x50"),
+        ([data_url(written(NOISE, "PNG"))] * 257, r"video\[256\]: the video has 257 frames, this server takes 256"),
+        (
+            [data_url(written(picture(300, 300), "PNG"))] * 16,
+            "the prompt has 1... tokens, this server takes at most 511",
+        ),
+    ],
+)
+def test_which_videos_are_refused(client: openai.OpenAI, video: object, reason: str) -> None:
+    for fields in ({"type": "video", "video": video}, {"type": "video_url", "video_url": {"url": video}}):
+        messages: Any = shown()
+        messages[0]["content"][1] = fields
+        with pytest.raises(openai.BadRequestError, match=reason):
+            client.chat.completions.create(model="vision", messages=messages, **SMALL)
+
+
 def test_images_are_fetched_from_nowhere(client: openai.OpenAI, live: LiveServer) -> None:
     messages: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": live.base_url}}]}]
     with pytest.raises(openai.BadRequestError, match="this server fetches no images"):
@@ -298,6 +360,11 @@ def test_conversations_are_answered_as_by_transformers(name: str, tmp_path: Path
     model = save_vision_model(tmp_path, name)
     with fenceline.Engine(str(tmp_path), device="cpu") as engine:
         parts = [{"type": "image", "image": NOISE}, {"type": "text", "text": "and"}, {"type": "image", "image": RED}]
+        pictures: list[Picture] = [NOISE, RED]
+        if not name.startswith("Gemma3"):
+            film = Film(tuple(picture(60, 40, seed=seed) for seed in range(3)), fps=1.0)
+            parts.append({"type": "video", "video": list(film.frames), "fps": film.fps})
+            pictures.append(film)
         made = engine.chat(
             [{"role": "user", "content": parts}],
             {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
@@ -307,8 +374,8 @@ def test_conversations_are_answered_as_by_transformers(name: str, tmp_path: Path
     ids = made["prompt_token_ids"]
     line = ids[ids.index(BEGIN) - 1]
     assert (ids[ids.index(BEGIN) - 2 : ids.index(BEGIN)] == [line, line]) == name.startswith("Gemma3")
-    assert ids[-ids[::-1].index(IMAGE)] == END
-    assert made["token_ids"] == theirs(model, ids, [NOISE, RED])
+    assert ids[len(ids) - ids[::-1].index(IMAGE)] == END
+    assert made["token_ids"] == theirs(model, ids, pictures)
 
 
 def test_bench_serving_sends_images(live: LiveServer, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ MAX_MESSAGES = 4096  # of a conversation; and of their parts, all together
 MAX_TEXT_CHARS = 16 << 20  # of one text: building it, and freeing it, stops all threads of a process
 MAX_IMAGE_CHARS = (32 << 20) // 3 * 4 + 256  # of an image of 32 MiB in a data: URL; building it takes milliseconds
 MAX_BODY_IMAGES = 256  # of all prompts, those of a prompt's samples counted once
+MAX_BODY_FRAMES = 1024  # of all videos of all prompts
 # Of the images of a prompt, decoded. They are sent in one message, which may have a GiB, and copied some times, during
 # which other requests wait.
 MAX_PROMPT_PIXEL_BYTES = 256 << 20

@@ -580,7 +580,8 @@ class ServerArgs:
     )
     limit_mm_data_per_request: str | None = _api(
         None,
-        "The most images that a request may have, as in '{\"image\": 8}'; 32 unless given.",
+        "The most images and videos that a request may have, and frames that a video may have, as in "
+        '\'{"image": 8, "video": {"count": 2, "num_frames": 64}}\'; 32, 4 and 256 unless given.',
         aliases=("--limit-mm-per-prompt",),
         metavar="JSON",
     )

@@ -131,8 +131,8 @@ class Engine:
         """Complete one prompt or several, given as text or token ids. Returns what /generate answers: one dict for one
         prompt, a list for several or ``n`` > 1, an iterator of dicts with ``stream``. ``options`` are /generate's other
         fields (``return_logprob``, ``rid``, ...); ``image_data`` may be images of Pillow and arrays too, uint8 [height,
-        width, 3]. Raises ValueError for a wrong request and RuntimeError if the engine
-        cannot serve it."""
+        width, 3], and ``video_data`` lists of these, or uint8 [frames, height, width, 3]. Raises ValueError for a wrong
+        request and RuntimeError if the engine cannot serve it."""
         body = _body(prompt, sampling_params, input_ids, stream, options)
         if stream:
             return self._iterate(body)
@@ -164,7 +164,8 @@ class Engine:
         """Write the assistant's next message of one conversation or of several. Returns what /v1/chat/completions
         answers: one dict, a list for several conversations, with ``stream`` an iterator of one conversation's chunks.
         ``options`` are other fields of that route (``tools``, ``response_format``, ``chat_template_kwargs``, ...). In a
-        content, ``{"type": "image", "image": ...}`` is an image of Pillow, an array, or a URL.
+        content, ``{"type": "image", "image": ...}`` is an image of Pillow, an array, or a URL, and ``{"type": "video",
+        "video": ..., "fps": ...}`` a list of these, or an array.
         Raises like :meth:`generate`."""
         several = are_several(messages)
         conversations: Sequence[Any] = messages if several else [messages]
@@ -460,6 +461,8 @@ def _body(
     fields = {
         "text": prompt, "sampling_params": params, "input_ids": input_ids, "stream": stream, **options,
     }  # fmt: skip
+    if "video_data" in fields:
+        fields["video_data"] = video_objects(fields["video_data"])
     try:
         return parse_generate(_as_json(fields), UnknownFields(strict=True))
     except RequestError as error:
@@ -519,10 +522,23 @@ def _with_image_urls(messages: object) -> object:
     ]
 
 
-def _image_url(value: object) -> str:
-    """An image of Pillow, or an array, as a ``data:`` URL, without loss. Raises TypeError for anything else."""
+def video_objects(given: object) -> object:
+    """``video_data`` with objects in place of lists of frames and arrays, each of which is one video."""
+    if isinstance(given, np.ndarray) and given.ndim == 4:
+        return {"video": given}
+    if isinstance(given, list | tuple) and given:
+        is_one = not isinstance(given[0], str | Mapping | list | tuple | None) and getattr(given[0], "ndim", 3) == 3
+        return {"video": given} if is_one else [video_objects(one) for one in given]
+    return given
+
+
+def _image_url(value: object) -> object:
+    """An image of Pillow, or an array, as a ``data:`` URL, without loss; an array of frames as a list of these. Raises
+    TypeError for anything else."""
     from PIL import Image
 
+    if isinstance(value, np.ndarray) and value.ndim == 4:
+        return list(value)
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))):
             raise TypeError(f"an image is an array of uint8 [height, width, 3], not {value.dtype} {list(value.shape)}")

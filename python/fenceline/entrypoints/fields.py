@@ -57,7 +57,7 @@ _CONSTRAINED = Refused(
     "use response_format on OpenAI's routes, or json_schema, regex, ebnf or structural_tag in sampling_params of"
     " /generate"
 )
-_TEXT_ONLY = Refused("only text and images are read; leave it out")
+_TEXT_ONLY = Refused("only text, images and frames of videos are read; leave it out")
 _ONE_RANK = Refused("the server chooses the replica (--load-balance-method); leave it out", neutral=(0,))
 _ONE_PROCESS = Refused("prefill and decode share one process; leave it out", neutral=(0, 1))
 _BEAMS = Refused("there is no beam search; ask for n samples with logprobs and choose", neutral=(0, 1, 1.0, 0.0))
@@ -91,8 +91,9 @@ GENERATION: Mapping[str, Refused] = {
     "require_reasoning": Refused("use --reasoning-parser"),
     "watermarking": Refused("answers carry no watermark; leave it out"),
     "image_data": Refused("send images in messages, or use /generate"),
+    "video_data": Refused("send videos in messages, or use /generate"),
     **_same(
-        "video_data audio_data images_config video_config mm_processor_kwargs media_io_kwargs mm_hashes"
+        "audio_data images_config video_config mm_processor_kwargs media_io_kwargs mm_hashes"
         " mm_content_hashes use_audio_in_video max_dynamic_patch min_dynamic_patch image_max_dynamic_patch"
         " video_max_dynamic_patch",
         _TEXT_ONLY,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypedDict, TypeVar, cast
+from typing import Literal, Protocol, TypedDict, TypeVar, cast
 
 import msgspec
 import orjson
@@ -16,12 +16,15 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
 from fenceline.constrained.spec import GrammarKind, GrammarSpec, ThinkTokens
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
+from fenceline.entrypoints.video_parts import frame_times, frame_urls, video_source
 from fenceline.frontend.request_prepare import check_num_images
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
     ImageSource,
+    MediaSource,
     RequestError,
+    VideoSource,
     check_num_params,
     check_num_requests,
     expand_samples,
@@ -31,6 +34,8 @@ from fenceline.ipc.io_struct import id_array
 from fenceline.sampling.sampling_params import SamplingParams
 
 T = TypeVar("T")
+M = TypeVar("M")  # what stands for an image or a video beside a URL
+S = TypeVar("S")
 Prompt = tuple[str | None, Sequence[int] | None]  # text or ids
 MAX_KEY_CHARS = 1024
 NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None alone
@@ -72,12 +77,26 @@ class PixelLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_pixels: int | None = None
 
 
+class VideoData(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A video: the URLs of its frames, or one URL of all; ``fps`` in a second, or at ``timestamps`` in seconds.
+    ``sample_fps`` is another name of ``fps``. The limits of pixels are those of each frame."""
+
+    video: str | list[str]
+    type: Literal["video"] = "video"
+    fps: float | str | None = None
+    sample_fps: float | str | None = None
+    timestamps: list[float] | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of /generate: the fields that do something. :mod:`fenceline.entrypoints.fields` knows the others."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     image_data: str | list[str | list[str | None] | None] | None = None
+    video_data: str | VideoData | list[str | VideoData | list[str | VideoData | None] | None] | None = None
     mm_processor_kwargs: PixelLimits | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: str | list[str] | None = None
@@ -95,7 +114,6 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     # Judged by the table like all others. SGLang's own clients send them with every request, mostly null: as long as
     # there is nothing else, the body is read once.
     model: msgspec.Raw = NULL
-    video_data: msgspec.Raw = NULL
     audio_data: msgspec.Raw = NULL
     modalities: msgspec.Raw = NULL
     lora_path: msgspec.Raw = NULL
@@ -150,7 +168,7 @@ def _check_counts(body: GenerateBody) -> None:
         check_num_requests(len(body.input_ids), 1)
     if isinstance(body.image_data, list):
         given = [one if isinstance(one, list) else [one] for one in body.image_data]
-        check_num_images([list(filter(None, urls)) for urls in given])
+        check_num_images([ImageSource("", url) for urls in given for url in urls if url])
 
 
 def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:
@@ -232,7 +250,7 @@ async def expand(
             if len(params) % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
     inputs: list[GenerateInput] = []
-    images = _images(body, num, single)
+    images = _media(body, num, single)
     for index, (text, ids) in enumerate(prompts):
         one = GenerateInput(
             text=text,
@@ -279,28 +297,54 @@ def _prompts(body: GenerateBody, most: int) -> tuple[Sequence[Prompt], bool]:
     return [(None, cast(list[int], body.input_ids))], True
 
 
-def _images(body: GenerateBody, num: int, single: bool) -> Sequence[Sequence[ImageSource]]:
-    """The images of each prompt. One is that of all prompts, and those of a single prompt may be one list."""
-    given, limits = body.image_data, body.mm_processor_kwargs or PixelLimits()
+def _media(body: GenerateBody, num: int, single: bool) -> Sequence[Sequence[MediaSource]]:
+    """The images and videos of each prompt."""
+    limits = body.mm_processor_kwargs or PixelLimits()
 
-    def source(place: str, url: str) -> ImageSource:
+    def image(place: str, url: str) -> ImageSource:
         return ImageSource(place, url, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
 
-    def sources(urls: Sequence[object], place: str) -> list[ImageSource]:
-        return [source(f"{place}[{index}]", url) for index, url in enumerate(urls) if isinstance(url, str) and url]
+    def video(place: str, given: str | VideoData) -> VideoSource:
+        one = VideoData(video=given) if isinstance(given, str) else given
+        least = limits.min_pixels if one.min_pixels is None else one.min_pixels
+        most = limits.max_pixels if one.max_pixels is None else one.max_pixels
+        try:
+            urls = frame_urls(one.video)
+            return video_source(place, urls, frame_times(msgspec.structs.asdict(one), len(urls)), least, most)
+        except ValueError as error:
+            raise RequestError(400, f"{place}: it is a video {error}", param=place) from None
 
+    images = _of_prompts(body.image_data, image, num, single, "image_data")
+    videos = _of_prompts(body.video_data, video, num, single, "video_data")
+    if not body.video_data:
+        return images
+    return [[*pictures, *films] for pictures, films in zip(images, videos, strict=True)]
+
+
+def _of_prompts(
+    given: str | M | list[str | M | list[str | M | None] | None] | None,
+    source: Callable[[str, str | M], S],
+    num: int,
+    single: bool,
+    name: str,
+) -> list[list[S]]:
+    """The sources of each prompt. One is that of all prompts, and those of a single prompt may be one list."""
     if not given:
-        return [()] * num
-    if isinstance(given, str):
-        return [[source("image_data", given)]] * num
+        return [[]] * num
+    if not isinstance(given, list):
+        return [[source(name, given)]] * num
     if single and not any(isinstance(one, list) for one in given):
-        return [sources(given, "image_data")]
-    spread: Sequence[str | list[str | None] | None] = _spread(given, num, "image_data")
-    images: list[list[ImageSource]] = []
-    for index, one in enumerate(spread):
-        place = f"image_data[{index}]"
-        images.append(sources(one, place) if isinstance(one, list) else [source(place, one)] if one else [])
-    return images
+        return [
+            [source(f"{name}[{index}]", one) for index, one in enumerate(given) if one and not isinstance(one, list)]
+        ]
+    sources: list[list[S]] = []
+    for index, one in enumerate(_spread(given, num, name)):
+        place = f"{name}[{index}]"
+        if isinstance(one, list):
+            sources.append([source(f"{place}[{number}]", each) for number, each in enumerate(one) if each])
+        else:
+            sources.append([source(place, one)] if one else [])
+    return sources
 
 
 def _some(prompts: list[Prompt], name: str) -> list[Prompt]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fenceline.entrypoints.engine import Answer, Conversation, Engine, Params, are_several, params_dict
+from fenceline.entrypoints.engine import Answer, Conversation, Engine, Params, are_several, params_dict, video_objects
 
-# A text, {"prompt": text} or {"prompt_token_ids": ids}; both may have "multi_modal_data": {"image": one or several}.
+# A text, {"prompt": text} or {"prompt_token_ids": ids}; both may have "multi_modal_data": {"image": one or several,
+# "video": one or several}.
 Prompt = str | Mapping[str, Any]
 _MAX_TOKENS = 16  # vLLM's default
 
@@ -57,10 +58,13 @@ class LLM:
         texts: list[str] = []
         ids: list[list[int]] = []
         images: list[Any] = []
+        videos: list[Any] = []
         for prompt in several:
             data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
             image = None if data is None else data.get("image")
             images.append(list(image) if isinstance(image, (list, tuple)) else image)
+            video = video_objects(None if data is None else data.get("video"))
+            videos.append(video if video is None or isinstance(video, list) else [video])
             if isinstance(prompt, str):
                 texts.append(prompt)
             elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
@@ -78,6 +82,7 @@ class LLM:
             _limited(sampling_params),
             input_ids=ids or None,
             image_data=images,
+            video_data=videos,
             return_prompt_token_ids=True,
         )
         num_samples = len(answers) // len(several)

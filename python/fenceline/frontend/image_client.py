@@ -11,8 +11,10 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +22,7 @@ from fenceline.config import num_usable_cores
 from fenceline.config.image_rules import ImageRules
 from fenceline.frontend.image_fetch import fetch
 from fenceline.frontend.job_process import JobProcess, JobQueue, RestartedProcess
-from fenceline.frontend.request_types import ImageSource, RequestError
+from fenceline.frontend.request_types import ImageSource, MediaSource, RequestError, VideoSource
 from fenceline.images.decode import DECODING, DecodeJob, from_base64, serve
 from fenceline.images.header import HEAD_BYTES, MAX_BYTES, Header, read_header
 from fenceline.images.image_input import ImageInput
@@ -38,6 +40,13 @@ _LONG_CHARS = 1 << 17  # of a file whose digest takes so long that others would 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
+class Least(NamedTuple):
+    """Of images: at least so many tokens, and bytes of pixels as the model gets them."""
+
+    num_tokens: int
+    num_bytes: int
+
+
 class ImageClient:
     """Lives on one event loop. Errors name an image by its place."""
 
@@ -52,66 +61,80 @@ class ImageClient:
         self._latest = _Latest()
         self._num_waiting = self._num_bytes = 0  # images, and the pixels that they will have at least
 
-    def check(self, images: Sequence[ImageSource]) -> None:
-        """Raise RequestError (400) for images that this server does not take, whatever they show."""
+    def check(self, images: Sequence[MediaSource]) -> None:
+        """Raise RequestError (400) for images and videos that this server does not take, whatever they show."""
         if not images:
             return
         if self.rules is None:
             raise _refused(images[0], "this model reads text only, leave images out", "unsupported")
-        if len(images) > self.rules.max_images:
-            raise _refused(
-                images[self.rules.max_images],
-                f"the request has {len(images)} images, this server takes {self.rules.max_images} at most "
-                "(--limit-mm-data-per-request)",
-            )
-        for image in images:
+        pictures = [image for image in images if isinstance(image, ImageSource)]
+        videos = [image for image in images if isinstance(image, VideoSource)]
+        if videos and self.rules.video is None:
+            raise _refused(videos[0], "this model reads no videos: send frames as images", "unsupported")
+        _check_number(pictures, self.rules.max_images, "the request", "images")
+        _check_number(videos, self.rules.max_videos, "the request", "videos")
+        for video in videos:
+            _check_number(video.frames, self.rules.max_frames, "the video", "frames")
+        for image, _ in _files(images):
             try:
                 self._data_start(image.url)
             except ValueError as error:
                 raise _refused(image, str(error)) from None
 
-    def least_tokens(self, images: Sequence[ImageSource]) -> int:
-        """How many tokens the images have at least, as far as their files' first bytes say. Raises RequestError (400)
-        for those that are no images, or too large ones."""
-        assert self.rules is not None, "checked before"
-        tokens = 0
-        for image in images:
-            try:
-                start = self._data_start(image.url)
-                header = None if start is None else _header(image.url, start)
-                if header is not None:
-                    header.check()
-                    tokens += self._settings(image).num_tokens(header.width, header.height)
-                else:
-                    tokens += 1
-            except ValueError as error:
-                raise _refused(image, str(error)) from None
-        return tokens
+    def least(self, images: Sequence[MediaSource]) -> Least:
+        """What the images and videos have at least, as far as their files' first bytes say. Raises RequestError (400)
+        for those that are no images, or too large ones, and for frames of several sizes."""
+        least = [*map(self._least, images)]
+        return Least(sum(one.num_tokens for one in least), sum(one.num_bytes for one in least))
 
-    async def prepare(
-        self, images: Sequence[ImageSource], least_tokens: int = 0, num_held: int = 0
-    ) -> list[ImageInput]:
-        """The images as the model gets them. ``least_tokens``: of all of them; ``num_held``: bytes of the pixels that
-        requests in flight have. Raises RequestError: 400 with the reason where one cannot be decoded, 503 where it
-        could be later."""
+    def _least(self, image: MediaSource) -> Least:
+        files = (image,) if isinstance(image, ImageSource) else image.frames
+        num_frames, size = len(files) if isinstance(image, VideoSource) else 0, None
+        num_tokens, settings = 1, self._settings(files[0], num_frames)
+        for file in files:
+            try:
+                start = self._data_start(file.url)
+                header = None if start is None else _header(file.url, start)
+                if header is None:
+                    continue
+                header.check()
+                if size is None:
+                    size = header.width, header.height
+                    num_tokens = settings.num_tokens(*size, max(num_frames, 1))
+                _check_size((header.width, header.height), size)
+            except ValueError as error:
+                raise _refused(file, str(error)) from None
+        return Least(num_tokens, num_tokens * settings.token_bytes)
+
+    async def prepare(self, images: Sequence[MediaSource], num_bytes: int = 0, num_held: int = 0) -> list[ImageInput]:
+        """The images as the model gets them, and each group of frames of videos. ``num_bytes``: what their pixels are
+        at least; ``num_held``: what those of requests in flight are. Raises RequestError: 400 with the reason where one
+        cannot be decoded, 503 where it could be later."""
         assert self.rules is not None, "checked before"
-        num_bytes = self.rules.settings.token_bytes * least_tokens
+        files = list(_files(images))
         if num_bytes > MAX_PIXEL_BYTES:
             raise RequestError(400, f"the body's images have {num_bytes >> 20} MiB of pixels; send several bodies")
         if images and num_held + self._num_bytes + num_bytes > MAX_PIXEL_BYTES:
             raise RequestError(503, "the images of the requests in flight take too much memory; try again later")
-        if self._num_waiting + len(images) > MAX_WAITING:
+        if self._num_waiting + len(files) > MAX_WAITING:
             raise RequestError(503, f"{self._num_waiting} images wait to be decoded; try again later")
-        self._num_waiting += len(images)
+        self._num_waiting += len(files)
         self._num_bytes += num_bytes
-        tasks = [asyncio.ensure_future(self._prepared(image)) for image in images]
+        tasks = [asyncio.ensure_future(self._prepared(*file)) for file in files]
         try:
             if tasks:  # gather would end only with the last of them, if the request has been aborted
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = [task for task in tasks if task.done() and task.exception()]
-            return [task.result() for task in failed or tasks]
+            decoded = iter([task.result() for task in failed or tasks])
+            made: list[ImageInput] = []
+            for image in images:
+                if isinstance(image, ImageSource):
+                    made.append(next(decoded))
+                else:
+                    made += await self._groups(image, list(islice(decoded, len(image.frames))))
+            return made
         finally:
-            self._num_waiting -= len(images)
+            self._num_waiting -= len(files)
             self._num_bytes -= num_bytes
             for task in tasks:
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())  # one has been raised
@@ -121,40 +144,53 @@ class ImageClient:
         """End the process that decodes. Requests that wait for it get RequestError (503)."""
         self._process.close()
 
-    async def _prepared(self, image: ImageSource) -> ImageInput:
+    async def _groups(self, video: VideoSource, frames: Sequence[ImageInput]) -> Sequence[ImageInput]:
+        """The groups of the decoded ``frames``. Raises RequestError (400) if they are of several sizes: of files that
+        are fetched, or turned."""
+        assert self.rules is not None and self.rules.video is not None, "checked before"
+        for source, frame in zip(video.frames, frames, strict=True):
+            try:
+                _check_size((frame.width, frame.height), (frames[0].width, frames[0].height))
+            except ValueError as error:
+                raise _refused(source, str(error)) from None
+        return await asyncio.to_thread(self.rules.video.groups, frames, video.times)
+
+    async def _prepared(self, image: ImageSource, num_frames: int) -> ImageInput:
         assert self.rules is not None, "checked before"
         start = self._data_start(image.url)
         if start is not None:
-            return await self._decoded(image, b"", start)
+            return await self._decoded(image, num_frames, b"", start)
         async with self._fetching:
             try:
                 data = await fetch(image.url, self.rules.domains)
             except ValueError as error:
                 raise _refused(image, str(error)) from None
-            return await self._decoded(image, data, 0)
+            return await self._decoded(image, num_frames, data, 0)
 
-    async def _decoded(self, image: ImageSource, data: bytes, start: int) -> ImageInput:
+    async def _decoded(self, image: ImageSource, num_frames: int, data: bytes, start: int) -> ImageInput:
         """``data``, or the base64 in the URL from ``start`` on, unless it is among the latest."""
-        settings = self._settings(image)
+        settings = self._settings(image, num_frames)
         is_long = max(len(data), len(image.url)) > _LONG_CHARS
         digest = (
             await asyncio.to_thread(_digest, data, image.url, start) if is_long else _digest(data, image.url, start)
         )
-        key = digest, settings.min_pixels, settings.max_pixels
+        key = digest, settings, num_frames
         kept = self._latest.get(key)
         if kept is not None:
             return kept
-        made = await self._made(image, data, start, settings)
+        made = await self._made(image, num_frames, data, start, settings)
         if made.error:
             raise RequestError(400 if made.is_refused else 503, f"{image.place}: {made.error}", param=image.place)
         decoded = msgspec.msgpack.decode(made.data, type=ImageInput)
         self._latest.put(key, decoded)
         return decoded
 
-    async def _made(self, image: ImageSource, data: bytes, start: int, settings: ImageSettings) -> JobResult:
+    async def _made(
+        self, image: ImageSource, num_frames: int, data: bytes, start: int, settings: ImageSettings
+    ) -> JobResult:
         def make(id: int, is_short: bool) -> DecodeJob:
             limits = settings.min_pixels, settings.max_pixels
-            return DecodeJob(id, is_short, *limits, data, "" if data else image.url, start)
+            return DecodeJob(id, is_short, *limits, num_frames, data, "" if data else image.url, start)
 
         for is_long in (False, True):
             async with self._queue.turn(0, is_long):
@@ -171,17 +207,21 @@ class ImageClient:
 
     def _start(self) -> JobProcess:
         assert self.rules is not None, "checked before"
-        settings = msgspec.msgpack.encode(self.rules.settings)
+        video = self.rules.video
+        settings = msgspec.msgpack.encode((self.rules.settings, None if video is None else video.settings))
         return JobProcess("image-decoder", serve, (self._num_children,), settings, DECODING)
 
-    def _settings(self, image: ImageSource) -> ImageSettings:
-        """How it is prepared. Raises RequestError for limits that leave no size."""
+    def _settings(self, image: ImageSource, num_frames: int) -> ImageSettings:
+        """How it is prepared, one of ``num_frames`` of a video, or an image. Raises RequestError for limits that leave
+        no size."""
         assert self.rules is not None, "checked before"
-        most = image.max_pixels
+        settings, most = self.rules.settings, image.max_pixels
+        if num_frames and self.rules.video is not None:
+            settings = self.rules.video.settings
         if most is None and image.detail == "low":
-            most = max(LOW_PIXELS, self.rules.settings.min_pixels)
+            most = max(LOW_PIXELS, settings.min_pixels)
         try:
-            return self.rules.settings.with_pixels(image.min_pixels, most)
+            return settings.with_pixels(image.min_pixels, most, max(num_frames, 1))
         except ValueError as error:
             raise _refused(image, str(error)) from None
 
@@ -208,7 +248,7 @@ class ImageClient:
         return start
 
 
-_Key = tuple[bytes, int, int]  # the digest of a file, and the least and the most pixels that it is given
+_Key = tuple[bytes, ImageSettings, int]  # the digest of a file, how it is prepared, and its video's number of frames
 
 
 class _Latest:
@@ -246,5 +286,28 @@ def _header(url: str, start: int) -> Header | None:
     return read_header(from_base64(url[start:end]), is_whole=end >= len(url))
 
 
-def _refused(image: ImageSource, reason: str, code: str | None = None) -> RequestError:
+def _files(images: Sequence[MediaSource]) -> Iterator[tuple[ImageSource, int]]:
+    """The files of ``images``, each with the number of frames of its video; 0 for an image."""
+    for image in images:
+        if isinstance(image, ImageSource):
+            yield image, 0
+        else:
+            yield from ((frame, len(image.frames)) for frame in image.frames)
+
+
+def _check_number(images: Sequence[MediaSource], most: int, of: str, what: str) -> None:
+    if len(images) > most:
+        limit = "--limit-mm-data-per-request"
+        raise _refused(images[most], f"{of} has {len(images)} {what}, this server takes {most} at most ({limit})")
+
+
+def _check_size(size: tuple[int, int], first: tuple[int, int]) -> None:
+    if size != first:
+        raise ValueError(
+            f"its {size[0]}x{size[1]} pixels are not the {first[0]}x{first[1]} of the frames before it: send frames of"
+            " one size"
+        )
+
+
+def _refused(image: MediaSource, reason: str, code: str | None = None) -> RequestError:
     return RequestError(400, f"{image.place}: {reason}", param=image.place, code=code)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.image_rules import ImageRules
 from fenceline.config.request_limits import (
+    MAX_BODY_FRAMES,
     MAX_BODY_IMAGES,
     MAX_BODY_LOGPROBS,
     MAX_EXTRA_KEY_BYTES,
@@ -20,7 +22,14 @@ from fenceline.config.request_limits import (
     MIN_PRIORITY,
     PRESUMED_TOKEN_CHARS,
 )
-from fenceline.frontend.request_types import GenerateInput, ImageSource, RequestError, not_unicode
+from fenceline.frontend.request_types import (
+    GenerateInput,
+    ImageSource,
+    MediaSource,
+    RequestError,
+    VideoSource,
+    not_unicode,
+)
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.images.image_input import ImageInput
 from fenceline.images.positions import position_delta
@@ -206,19 +215,23 @@ def check_positions(num_tokens: int, images: Sequence[ImageInput], limits: Sched
         )
 
 
-def check_num_images(images: Sequence[Sized]) -> None:
-    """Raise RequestError for more images than the prompts of one body may have together."""
-    total = sum(map(len, images))
-    if total > MAX_BODY_IMAGES:
-        raise RequestError(
-            400,
-            f"the prompts have {total} images together, at most {MAX_BODY_IMAGES} are allowed in one body; send "
-            "several bodies",
-            param="image_data",
-        )
+def check_num_images(images: Iterable[MediaSource]) -> None:
+    """Raise RequestError for more images, or frames of videos, than the prompts of one body may have together."""
+    counts = [(1, 0) if isinstance(image, ImageSource) else (0, len(image.frames)) for image in images]
+    for total, most, what, param in (
+        (sum(num for num, _ in counts), MAX_BODY_IMAGES, "images", "image_data"),
+        (sum(num for _, num in counts), MAX_BODY_FRAMES, "frames of videos", "video_data"),
+    ):
+        if total > most:
+            raise RequestError(
+                400,
+                f"the prompts have {total} {what} together, at most {most} are allowed in one body; send "
+                "several bodies",
+                param=param,
+            )
 
 
-def check_num_pixels(num_bytes: int, images: Sequence[ImageSource]) -> None:
+def check_num_pixels(num_bytes: int, images: Sequence[MediaSource]) -> None:
     """Raise RequestError for ``images`` of a prompt with so many bytes of pixels as the model gets them."""
     if num_bytes > MAX_PROMPT_PIXEL_BYTES:
         raise RequestError(
@@ -229,16 +242,28 @@ def check_num_pixels(num_bytes: int, images: Sequence[ImageSource]) -> None:
         )
 
 
-def check_placeholders(ids: IdArray, images: Sequence[ImageSource], placeholder: int) -> None:
-    """Raise RequestError unless the prompt has a ``placeholder`` for each of its images."""
-    num = int(np.count_nonzero(np.frombuffer(ids, dtype=np.int32) == placeholder))
-    if num != len(images):
-        raise RequestError(
-            400,
-            f"the prompt has {num} image placeholders and the request {len(images)} images: give one image for each, "
-            "and do not write the model's image tokens into texts",
-            param=images[0].place if images else "prompt",
-        )
+def num_placeholders(images: Sequence[MediaSource], rules: ImageRules) -> tuple[int, int]:
+    """How many tokens stand for ``images`` in a prompt: one for each, and one for each group of a video's frames."""
+    videos = [image for image in images if isinstance(image, VideoSource)]
+    of_videos = 0 if rules.video is None else sum(rules.video.settings.num_groups(len(one.frames)) for one in videos)
+    return len(images) - len(videos), of_videos
+
+
+def check_placeholders(ids: IdArray, images: Sequence[MediaSource], rules: ImageRules) -> None:
+    """Raise RequestError unless the prompt has a placeholder for each of its images, and of its videos' groups."""
+    values = np.frombuffer(ids, dtype=np.int32)
+    for what, placeholder, wanted in zip(
+        ("image", "video"), rules.placeholders, num_placeholders(images, rules), strict=True
+    ):
+        num = int(np.count_nonzero(values == placeholder))
+        if num != wanted:
+            groups = f" of {rules.video.settings.group_size} frames" if what == "video" and rules.video else ""
+            raise RequestError(
+                400,
+                f"the prompt has {num} {what} placeholders and the request {wanted} {what}s{groups}: give one {what} "
+                "for each, and do not write the model's image tokens into texts",
+                param=images[0].place if images else "prompt",
+            )
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> IdArray:

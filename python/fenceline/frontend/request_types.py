@@ -11,6 +11,7 @@ import msgspec
 
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
 from fenceline.constrained.spec import GrammarSpec, ThinkTokens
+from fenceline.images.video import FrameTimes
 from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, SpecCounts, TokenLogprobs, TokenPairs
 from fenceline.sampling.sampling_params import SamplingParams, check_counts
 
@@ -92,9 +93,21 @@ class ImageSource:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoSource:
+    """A video as a client gives it: a list of ``frames``, which are at ``times``; ``place``: see ``ImageSource``."""
+
+    place: str
+    frames: tuple[ImageSource, ...]
+    times: FrameTimes = FrameTimes()
+
+
+MediaSource = ImageSource | VideoSource
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """One prompt, one sample. Exactly one of ``text`` and ``input_ids`` is given. ``images``: one for each of the
-    prompt's placeholders, in their order.
+    """One prompt, one sample. Exactly one of ``text`` and ``input_ids`` is given. ``images``: images and videos, one
+    for each of the prompt's placeholders; those of each kind in their order.
 
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
@@ -105,7 +118,7 @@ class GenerateInput:
 
     text: str | None = None
     input_ids: Sequence[int] | None = None
-    images: Sequence[ImageSource] = ()
+    images: Sequence[MediaSource] = ()
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     rid: str = field(default_factory=new_rid)
     family: str = ""

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Literal
 from uuid import uuid4
@@ -41,8 +42,10 @@ from fenceline.frontend.request_prepare import (
     check_num_tokens,
     check_params,
     check_placeholders,
+    check_positions,
     check_untokenised,
     check_vocabulary,
+    num_placeholders,
 )
 from fenceline.frontend.request_stream import RequestStream, StreamGroup
 from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable
@@ -50,9 +53,10 @@ from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateChunk,
     GenerateInput,
-    ImageSource,
+    MediaSource,
     RequestError,
     ServedWeights,
+    VideoSource,
     check_num_requests,
     new_rid,
     shutting_down,
@@ -160,7 +164,7 @@ class TokenizerManager:
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         for shared in {id(inp.images): inp.images for inp in inputs}.values():
             self.check_images(shared)
-        inputs = self._as_tokenized(inputs)
+        inputs = self._with_tokenized_texts(inputs)
         given = await self._check_untokenised(inputs, limits)
         specs = {
             inp.grammar: 0 if priority is None else priority.rank(value)
@@ -281,18 +285,17 @@ class TokenizerManager:
         return len(self._table)
 
     async def tokenize(
-        self, texts: Sequence[str], add_special_tokens: bool = True, images: Sequence[ImageSource] = ()
+        self, texts: Sequence[str], add_special_tokens: bool = True, images: Sequence[MediaSource] = ()
     ) -> list[Sequence[int]]:
         """Token ids of each text as a list or, of long texts, an array, of a single one with those of its ``images``;
         off the event loop where that pays. Raises RequestError without a tokenizer, and for too many texts or tokens.
         """
         check_num_requests(len(texts), 1)
-        if images and self._images.rules is not None:
-            texts = [self._images.rules.as_tokenized(text) for text in texts]
+        texts = [self._as_tokenized(text, images) for text in texts] if images else texts
         most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
         encoded = await self._texts().encode(texts, add_special_tokens, most, most)
         if images:
-            inp, limits = GenerateInput(images=images), self._require_serving()
+            inp, limits = GenerateInput(text=texts[0], images=images), self._require_serving()
             prompts, _ = await self._with_images([inp], [id_array(encoded[0])], limits)
             return list(prompts)
         return encoded
@@ -317,19 +320,52 @@ class TokenizerManager:
         if self.tokenizer is not None:
             check_length(num_chars, self.tokenizer, self.config, self._require_serving())
 
-    def check_images(self, images: Sequence[ImageSource]) -> None:
+    def check_images(self, images: Sequence[MediaSource]) -> None:
         """Raise RequestError for images that this server does not take, whatever they show."""
         self._images.check(images)
 
-    def _as_tokenized(self, inputs: Sequence[GenerateInput]) -> Sequence[GenerateInput]:
+    def _with_tokenized_texts(self, inputs: Sequence[GenerateInput]) -> Sequence[GenerateInput]:
         """``inputs`` with the texts of prompts with images as the tokenizer gets them; samples share theirs."""
+        texts: dict[tuple[int, int], str] = {}
+        made = []
+        for inp in inputs:
+            if inp.images and inp.text is not None:
+                key = id(inp.text), id(inp.images)
+                if key not in texts:
+                    texts[key] = self._as_tokenized(inp.text, inp.images)
+                inp = inp if texts[key] is inp.text else replace(inp, text=texts[key])
+            made.append(inp)
+        return made
+
+    def _as_tokenized(self, text: str, images: Sequence[MediaSource]) -> str:
+        """``text``, a prompt with ``images``, as the tokenizer gets it. Raises RequestError (400) if it does not show
+        where each of its videos stands."""
         rules = self._images.rules
-        if rules is None or rules.written is None:
-            return inputs
-        texts = {id(inp.text): rules.as_tokenized(inp.text) for inp in inputs if inp.images and inp.text is not None}
-        return [
-            replace(inp, text=texts[id(inp.text)]) if inp.images and inp.text is not None else inp for inp in inputs
-        ]
+        if rules is None:
+            return text
+        if rules.written is not None:
+            text = text.replace(*rules.written)
+        videos = [image for image in images if isinstance(image, VideoSource)]
+        if not videos or rules.video is None:
+            return text
+        try:
+            return rules.video.in_text(text, [(len(one.frames), one.times) for one in videos])
+        except ValueError as error:
+            raise RequestError(400, str(error), param=videos[0].place) from None
+
+    def _with_groups(self, ids: IdArray, images: Sequence[MediaSource]) -> IdArray:
+        """The same of a prompt that is given as token ids."""
+        rules = self._images.rules
+        videos = [image for image in images if isinstance(image, VideoSource)]
+        if not videos or rules is None or rules.video is None:
+            return ids
+        self._texts()  # raises without a tokenizer
+        assert self.tokenizer is not None
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        try:
+            return id_array(rules.video.in_ids(ids, [(len(one.frames), one.times) for one in videos], encode))
+        except ValueError as error:
+            raise RequestError(400, str(error), param=videos[0].place) from None
 
     def _texts(self) -> TokenizePool:
         if self._pool is None:
@@ -372,27 +408,30 @@ class TokenizerManager:
             return list(prompts), [()] * len(prompts)
         keys = [(id(ids), id(inp.images) if inp.images else 0) for inp, ids in zip(inputs, prompts, strict=True)]
         distinct = dict(zip(keys, zip(inputs, prompts, strict=True), strict=True))
-        check_num_images([inp.images for inp, _ in distinct.values()])
-        least_tokens = 0
-        for inp, ids in distinct.values():
-            check_placeholders(ids, inp.images, rules.placeholder)
-            if inp.images:
-                of_images = self._images.least_tokens(inp.images)
-                check_num_tokens(len(ids) - len(inp.images) + of_images, limits)
-                check_num_pixels(of_images * rules.settings.token_bytes, inp.images)
-                least_tokens += of_images
-                await asyncio.sleep(0)
         sources = [image for inp, _ in distinct.values() for image in inp.images]
-        decoded = iter(await self._images.prepare(sources, least_tokens, self._table.num_pixel_bytes))
-        placed = {
-            key: expand_placeholders(ids, islice(decoded, len(inp.images)), (rules.placeholder, -1))
-            if inp.images
-            else (ids, ())
-            for key, (inp, ids) in distinct.items()
-        }
-        for (ids, pictures), (inp, _) in zip(placed.values(), distinct.values(), strict=True):
-            check_num_tokens(len(ids), limits)
-            check_num_pixels(sum([len(one.pixels) for one in pictures]), inp.images)
+        check_num_images(sources)
+        num_bytes = 0
+        for key, (inp, ids) in distinct.items():
+            if inp.images and inp.text is None:
+                ids = self._with_groups(ids, inp.images)
+                distinct[key] = inp, ids
+            check_placeholders(ids, inp.images, rules)
+            if inp.images:
+                least = self._images.least(inp.images)
+                check_num_tokens(len(ids) - sum(num_placeholders(inp.images, rules)) + least.num_tokens, limits)
+                check_num_pixels(least.num_bytes, inp.images)
+                num_bytes += least.num_bytes
+                await asyncio.sleep(0)
+        decoded = iter(await self._images.prepare(sources, num_bytes, self._table.num_pixel_bytes))
+        placed: dict[tuple[int, int], tuple[IdArray, Sequence[ImageInput]]] = {}
+        for key, (inp, ids) in distinct.items():
+            placed[key] = ids, ()
+            if inp.images:
+                given = islice(decoded, sum(num_placeholders(inp.images, rules)))
+                placed[key] = ids, images = expand_placeholders(ids, given, rules.placeholders)
+                check_num_tokens(len(ids), limits)
+                check_positions(len(ids), images, limits)
+                check_num_pixels(sum([len(one.pixels) for one in images]), inp.images)
         return [placed[key][0] for key in keys], [placed[key][1] for key in keys]
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq, num_pixel_bytes: int) -> RequestStream:

@@ -33,22 +33,24 @@ _UPRIGHT = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0
 
 
 class DecodeJob(Job, frozen=True):
-    """An image file, ``data``, or ``text`` from ``start`` on in base64. Its limits of pixels are within the model's."""
+    """An image file, ``data``, or ``text`` from ``start`` on in base64. Its limits of pixels are within the model's.
+    ``num_frames``: of the video of which it is one; 0: it is of none."""
 
     min_pixels: int
     max_pixels: int
+    num_frames: int = 0
     data: bytes = b""
     text: str = ""
     start: int = 0
 
 
 def serve(connection: Connection, num_children: int) -> None:
-    """The process's main function: receive ImageSettings, load Pillow, and decode."""
+    """The process's main function: receive the ImageSettings of images and of videos, load Pillow, and decode."""
     serve_jobs(connection, num_children, DECODING, DecodeJob, _begin)
 
 
 def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
-    settings = msgspec.msgpack.decode(message, type=ImageSettings)
+    settings, of_videos = msgspec.msgpack.decode(message, type=tuple[ImageSettings, ImageSettings | None])
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # checked before; this is for what a plugin finds out later
@@ -60,9 +62,9 @@ def _begin(message: bytes) -> tuple[bytes, Work[DecodeJob]]:
     freeze_garbage_collector()
 
     def decoded(job: DecodeJob) -> JobResult:
-        made = prepare(
-            decode(job.data or from_base64(job.text[job.start :])), settings.with_pixels(job.min_pixels, job.max_pixels)
-        )
+        used = of_videos if job.num_frames and of_videos is not None else settings
+        image = decode(job.data or from_base64(job.text[job.start :]))
+        made = prepare(image, used.with_pixels(job.min_pixels, job.max_pixels), max(job.num_frames, 1))
         return JobResult(job.id, msgspec.msgpack.encode(made))
 
     return b"", decoded

@@ -46,7 +46,7 @@ class ImageSettings:
     @property
     def token_bytes(self) -> int:
         """Of the pixels for which one embedding stands."""
-        return 3 * self.factor**2
+        return 3 * self.factor**2 * self.group_size
 
     @property
     def factor(self) -> int:

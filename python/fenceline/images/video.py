@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,38 @@ class VideoForm:
         padded = [*seconds, *seconds[-1:] * (-num_frames % size)]
         means = [(padded[start] + padded[start + size - 1]) / 2 for start in range(0, len(padded), size)]
         return "".join([self.group.format(f"{mean:.1f}") for mean in means])
+
+    def in_text(self, text: str, videos: Sequence[tuple[int, FrameTimes]]) -> str:
+        """``text``, a prompt in which ``written`` stands for each of ``videos``, given by numbers of frames and their
+        times, as the tokenizer gets it. Raises ``ValueError`` if it does not."""
+        before, *behind = text.split(self.written)
+        self._check_number(len(behind), videos)
+        return before + "".join([self.as_tokenized(*one) + rest for one, rest in zip(videos, behind, strict=True)])
+
+    def in_ids(
+        self, ids: Sequence[int], videos: Sequence[tuple[int, FrameTimes]], encode: Callable[[str], Sequence[int]]
+    ) -> list[int]:
+        """The same of token ids; ``encode``: of texts without further tokens."""
+        written = list(encode(self.written))
+        first = written.index(self.placeholder)
+        places = [place for place, token in enumerate(ids) if token == self.placeholder]
+        self._check_number(len(places), videos)
+        made: list[int] = []
+        end = 0
+        for place, one in zip(places, videos, strict=True):
+            start = place - first
+            if start < end or list(ids[start : start + len(written)]) != written:
+                raise ValueError(f"the prompt's video placeholders are not written as {self.written}")
+            made += [*ids[end:start], *encode(self.as_tokenized(*one))]
+            end = start + len(written)
+        return [*made, *ids[end:]]
+
+    def _check_number(self, num_written: int, videos: Sequence[object]) -> None:
+        if num_written != len(videos):
+            raise ValueError(
+                f"the prompt has {num_written} video placeholders and the request {len(videos)} videos: give one video"
+                f" for each, written as {self.written}, and do not write the model's video tokens into texts"
+            )
 
     def groups(self, frames: Sequence[ImageInput], times: FrameTimes) -> list[ImageInput]:
         """The groups of ``frames``, at least one, all of one size."""

@@ -766,7 +766,7 @@ def reads_images() -> ModelConfig:
     settings = ImageSettings(
         patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=1 << 20, mean=(0.5,) * 3, std=(0.5,) * 3
     )
-    vision = SimpleNamespace(images=settings, placeholder=7, written=None)
+    vision = SimpleNamespace(images=settings, placeholder=7, written=None, video=None)
     return cast(ModelConfig, SimpleNamespace(architecture="A", vision=vision))
 
 
@@ -782,6 +782,10 @@ def test_flags_of_images(reads_images: ModelConfig) -> None:
     assert (rules.settings.min_pixels, rules.settings.max_pixels) == (56 * 56, 300_000)
     counted = image_rules(ServerArgs(limit_mm_data_per_request='{"image": {"count": 5}}'), reads_images)
     assert counted is not None and counted.max_images == 5
+    assert (rules.max_videos, rules.max_frames, counted.max_videos, counted.max_frames) == (0, 256, 4, 256)
+    limits = '{"video": {"count": 2, "num_frames": 8}}'
+    counted = image_rules(ServerArgs(limit_mm_data_per_request=limits), reads_images)
+    assert counted is not None and (counted.max_images, counted.max_videos, counted.max_frames) == (32, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -791,6 +795,7 @@ def test_flags_of_images(reads_images: ModelConfig) -> None:
         ({"limit_mm_data_per_request": '{"images": 3}'}, "--limit-mm-data-per-request has 'images'"),
         ({"limit_mm_data_per_request": '{"image": -1}'}, "image must be a number of images"),
         ({"limit_mm_data_per_request": "{image: 1}"}, "not valid JSON"),
+        ({"limit_mm_data_per_request": '{"video": {"num_frames": "8"}}'}, "video must be a number of videos"),
         ({"allowed_media_domains": ("https://a.org/",)}, "give a host's name alone"),
         ({"allowed_media_domains": ("*",)}, "give a host's name alone"),
         ({"mm_process_config": '{"image": {"pixels": 1}}'}, "--mm-process-config has 'pixels'"),

@@ -13,6 +13,7 @@ import pytest
 
 from fenceline.config import ConfigError
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from fenceline.images.video import FrameTimes
 
 Json = dict[str, object]
 LLAMA: Json = {
@@ -484,6 +485,40 @@ def test_towers_of_published_configs_are_read(tmp_path: Path) -> None:
         "Qwen3-VL-30B-A3B": (27, 32, 151655, 27, (8, 16, 24)),
         "Qwen3-VL-8B": (27, 32, 151655, 27, (8, 16, 24)),
     }
+
+
+def test_how_videos_are_prepared(tmp_path: Path) -> None:
+    """Qwen3-VL has a file that says so, Qwen2.5-VL prepares frames as images."""
+    files: dict[str, Json] = {
+        "Qwen2.5-VL-7B": {"preprocessor_config.json": {"min_pixels": 3136, "max_pixels": 12845056}},
+        "Qwen3-VL-8B": {
+            "preprocessor_config.json": {"size": {"longest_edge": 16777216, "shortest_edge": 65536}},
+            "video_preprocessor_config.json": {"size": {"longest_edge": 25165824, "shortest_edge": 4096}},
+        },
+    }
+    found = {}
+    for name, settings in files.items():
+        (tmp_path / name).mkdir()
+        for file, entries in settings.items():
+            (tmp_path / name / file).write_text(json.dumps(entries))
+        vision = ModelConfig.from_dir(write(tmp_path / name, PUBLISHED[name]["config"])).vision
+        assert vision is not None and vision.video is not None
+        assert vision.placeholders == (151655, 151656)
+        video, made = vision.video, vision.video.settings
+        limits = made.min_pixels, made.max_pixels, made.shares_pixels, made.group_size
+        found[name] = limits, video.tokens_per_second, video.as_tokenized(3, FrameTimes(1.0))
+    group = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert found == {
+        "Qwen2.5-VL-7B": ((3136, 12845056, False, 2), 2.0, "<|video_pad|>" * 2),
+        "Qwen3-VL-8B": ((4096, 25165824, True, 2), 0.0, f"<0.5 seconds>{group}<2.0 seconds>{group}"),
+    }
+    for entries, message in (
+        ({"do_resize": False}, "do_resize false"),
+        ({"temporal_patch_size": 4}, "4 is not config"),
+    ):
+        (tmp_path / "Qwen3-VL-8B" / "video_preprocessor_config.json").write_text(json.dumps(entries))
+        with pytest.raises(ConfigError, match=message):
+            ModelConfig.from_dir(str(tmp_path / "Qwen3-VL-8B"))
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from PIL import Image
 from fenceline.entrypoints.anthropic import protocol as anthropic
 from fenceline.entrypoints.engine import _body, _chat_body
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.generate_body import parse_generate
+from fenceline.entrypoints.generate_body import VideoData, parse_generate
 from fenceline.entrypoints.openai.parsing import chat_completion, parse_body, parse_model
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.responses_protocol import RULES, ResponsesBody, chat_fields, input_messages
 from fenceline.entrypoints.openai.serving_chat import render_chat
 from fenceline.entrypoints.openai.serving_responses import ResponseStore
-from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.request_types import ImageSource, RequestError, VideoSource
 from fenceline.images.decode import decode, from_base64
+from fenceline.images.video import FrameTimes
 
 URL, OTHER = "data:image/png;base64,AAAA", "data:image/jpeg;base64,BBBB"
 TEXT = {"type": "text", "text": "See"}
@@ -29,7 +30,7 @@ UNKNOWN = UnknownFields(strict=True)
 
 
 def places(body: ChatBody) -> list[tuple[str, str, str]]:
-    return [(image.place, image.url, image.detail) for image in body.images()]
+    return [(one.place, one.url, one.detail) for one in body.images() if isinstance(one, ImageSource)]
 
 
 def chat(*contents: object) -> ChatBody:
@@ -119,13 +120,81 @@ def test_templates_get_no_urls() -> None:
         ({"type": "image_url", "image_url": {}}, "an image without its URL"),
         ({"type": "image_url", "image_url": {"url": ""}}, "an image without its URL"),
         ({"type": "image_url", "image_url": {"url": URL, "detail": "fine"}}, "detail is not auto, low, high"),
-        ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio'; this server reads text and images"),
-        ({"type": "video_url", "video_url": {"url": URL}}, "a part of type 'video_url'"),
+        ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio'; this server reads text, images"),
+        (
+            {"type": "video_url", "video_url": {"url": URL}},
+            "a video that is no list of frames, and video files are not",
+        ),
+        ({"type": "video", "video": "https://a.org/a.mp4"}, "video files are not decoded here: send its frames, as in"),
+        ({"type": "video", "video": []}, "a video without frames"),
+        ({"type": "video", "video": [URL, 3]}, "a video whose frame 1 is not the URL of an image"),
+        ({"type": "video", "video": [URL] * 1025}, "a video of 1025 frames, at most 1024"),
+        ({"type": "video_url", "video_url": "data:video/jpeg;base64," + "," * 1024}, "a video of 1025 frames"),
+        ({"type": "video", "video": [URL], "fps": 0}, "a video whose fps is not a number above 0"),
+        ({"type": "video", "video": [URL], "fps": "fast"}, "a video whose fps is not a number above 0"),
+        ({"type": "video", "video": [URL], "fps": 10**18}, "a video whose fps is not a number above 0"),
+        (
+            {"type": "video", "video": [URL], "timestamps": [1, 2]},
+            "a video whose timestamps are not a list of 1 numbers",
+        ),
+        ({"type": "video", "video": [URL] * 2, "timestamps": [2, 1]}, "a video whose timestamps do not ascend"),
+        ({"type": "video", "video": [URL], "timestamps": [-1]}, "a video whose timestamps are not seconds"),
+        ({"type": "video", "video": [URL], "fps": 1, "timestamps": [1]}, "a video with both fps and timestamps"),
     ],
 )
 def test_wrong_parts_are_named(part: dict[str, object], reason: str) -> None:
     with pytest.raises(Exception, match=r"messages\[0\].content \[1\] is.*" + reason.removeprefix(r"\[1\] is ")):
         chat([TEXT, part])
+
+
+def films(body: ChatBody) -> list[tuple[str, list[str], FrameTimes]]:
+    videos = [one for one in body.images() if isinstance(one, VideoSource)]
+    for video in videos:
+        assert [frame.place for frame in video.frames] == [
+            f"{video.place}.video[{i}]" for i in range(len(video.frames))
+        ]
+    return [(video.place, [frame.url for frame in video.frames], video.times) for video in videos]
+
+
+def test_videos_of_a_chat_completion() -> None:
+    video = {"type": "video", "video": [URL, OTHER], "fps": 4, "max_pixels": 5000}
+    together = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,BBBB,CCCC"}}
+    stamped = {"type": "video", "video": [URL, OTHER], "timestamps": [0.5, 7]}
+    body = chat([TEXT, video], [together, stamped, {"type": "video", "video": [URL], "sample_fps": "1"}])
+    assert films(body) == [
+        ("messages[0].content[1]", [URL, OTHER], FrameTimes(4.0)),
+        ("messages[1].content[0]", ["AAAA", "BBBB", "CCCC"], FrameTimes()),
+        ("messages[1].content[1]", [URL, OTHER], FrameTimes(stamps=(0.5, 7.0))),
+        ("messages[1].content[2]", [URL], FrameTimes(1.0)),
+    ]
+    [first, *_] = body.images()
+    assert isinstance(first, VideoSource) and {frame.max_pixels for frame in first.frames} == {5000}
+
+
+def test_routes_without_videos_refuse_them() -> None:
+    video = {"type": "video", "video": [URL]}
+    for part in (video, {"type": "input_video", "video_url": URL}):
+        raw = orjson.dumps({"input": [{"role": "user", "content": [part]}]})
+        with pytest.raises(RequestError, match=r"input \[0\] has a part that is neither text nor an image") as caught:
+            chat_completion(chat_fields(parse_model(ResponsesBody, RULES, raw, UNKNOWN), []))
+        assert caught.value.status == 400
+    raw = orjson.dumps({"messages": [{"role": "user", "content": [video]}], "max_tokens": 1})
+    with pytest.raises(RequestError, match="messages.*'video'") as caught:
+        parse_model(anthropic.MessagesBody, anthropic.RULES[anthropic.MessagesBody], raw, UNKNOWN)
+    assert caught.value.status == 400
+
+
+def test_programs_hand_over_frames() -> None:
+    frames = np.stack([np.asarray(picture(9, 5, seed=seed)) for seed in range(3)])
+    pictures = [Image.fromarray(frame) for frame in frames]
+    parts = [{"type": "video", "video": one, "fps": 1.0} for one in (frames, pictures, list(frames))]
+    for _, urls, times in films(_chat_body([{"role": "user", "content": parts}], None, {})):
+        assert (np.stack(list(map(_pixels, urls))) == frames).all() and times == FrameTimes(1.0)
+    for given, shape in ((frames, 3), (pictures, 3), ([frames[:1], None], [1]), ([{"video": pictures, "fps": 1}], [3])):
+        body = _body(["a"], None, None, False, {"video_data": given})
+        found = body.video_data if isinstance(body.video_data, list) else [body.video_data]
+        counts = [len(one.video) for one in found if isinstance(one, VideoData)]
+        assert counts == (shape if isinstance(shape, list) else [shape])
 
 
 def _pixels(url: str) -> np.ndarray:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,10 +21,19 @@ from PIL import Image
 from fenceline.config.image_rules import ImageRules
 from fenceline.frontend import image_client, job_process, request_prepare
 from fenceline.frontend.image_client import ImageClient
-from fenceline.frontend.request_types import GenerateInput, ImageDetail, ImageSource, RequestError, expand_samples
+from fenceline.frontend.request_types import (
+    GenerateInput,
+    ImageDetail,
+    ImageSource,
+    RequestError,
+    VideoSource,
+    expand_samples,
+)
 from fenceline.images.decode import DecodeJob, decode
 from fenceline.images.header import MAX_BYTES
+from fenceline.images.positions import position_delta
 from fenceline.images.prepare import ImageSettings, prepare
+from fenceline.images.video import FrameTimes, VideoForm
 from fenceline.ipc.forked_jobs import JobResult
 
 SETTINGS = ImageSettings(
@@ -45,10 +55,10 @@ async def client() -> AsyncIterator[ImageClient]:
     made.close()
 
 
-async def _refusal(client: ImageClient, *images: ImageSource) -> RequestError:
+async def _refusal(client: ImageClient, *images: ImageSource | VideoSource) -> RequestError:
     with pytest.raises(RequestError) as caught:
         client.check(images)
-        client.least_tokens(images)
+        client.least(images)
         await client.prepare(images)
     return caught.value
 
@@ -97,7 +107,7 @@ def test_bombs_cost_microseconds() -> None:
             begin = time.perf_counter()
             client.check([bomb])
             try:
-                client.least_tokens([bomb])
+                client.least([bomb])
             except RequestError:
                 pass
             times.append(time.perf_counter() - begin)
@@ -110,7 +120,7 @@ async def test_images_are_prepared_in_their_order(client: ImageClient) -> None:
     images = await client.prepare([source(data) for data in files])
     assert images == [prepare(decode(data), SETTINGS) for data in files]
     sources = [source(data) for data in files]
-    assert client.least_tokens(sources) == sum(image.num_tokens for image in images)
+    assert client.least(sources).num_tokens == sum(image.num_tokens for image in images)
     [low, bare] = await client.prepare([source(large, "low"), source(base64.b64encode(large).decode())])
     assert bare == images[1] and low.num_tokens < images[1].num_tokens
     assert 200_000 < low.width * low.height <= 512 * 512
@@ -128,7 +138,7 @@ async def test_a_request_narrows_the_size_of_its_images(client: ImageClient) -> 
     narrow, wide = replace(image, max_pixels=100_000), replace(image, max_pixels=1 << 30, detail="low")
     small, large = await client.prepare([narrow, wide])
     assert 80_000 < small.width * small.height <= 100_000 and large.width * large.height > 600_000
-    assert client.least_tokens([narrow]) == small.num_tokens
+    assert client.least([narrow]).num_tokens == small.num_tokens
     error = await _refusal(client, replace(image, max_pixels=5))
     assert error.message.startswith("messages[1].content[0]: min_pixels 3136 and max_pixels 5 are no range")
 
@@ -232,7 +242,7 @@ async def test_hostile_images_are_no_server_errors_and_nobody_waits(client: Imag
         image = source(data)
         try:
             client.check([image])
-            client.least_tokens([image])
+            client.least([image])
             [made] = await client.prepare([image])
         except RequestError as error:
             assert error.status == 400, error.message
@@ -261,8 +271,126 @@ async def test_domains_are_named_by_the_error() -> None:
     client = ImageClient(replace(RULES, domains=frozenset(["images.example.org"])))
     url = "http://example.org/a.png"
     client.check([source(url)])
-    assert client.least_tokens([source(url)]) == 1
+    assert client.least([source(url)]).num_tokens == 1
     assert "--allowed-media-domains does not name" in (await _refusal(client, source(url))).message
+
+
+# --- videos
+
+
+FORM = VideoForm(
+    settings=replace(SETTINGS, max_pixels=100_000, group_size=2), placeholder=9, written="<v>", group="<{}><v>",
+    tokens_per_second=2.0,
+)  # fmt: skip
+VIDEO_RULES = replace(RULES, video=FORM, max_videos=2, max_frames=4)
+
+
+@pytest.fixture
+async def films() -> AsyncIterator[ImageClient]:
+    made = ImageClient(VIDEO_RULES)
+    yield made
+    made.close()
+
+
+def video(*files: bytes | str, times: FrameTimes = FrameTimes(), place: str = "messages[0].content[0]") -> VideoSource:
+    frames = [source(file, place=f"{place}.video[{index}]") for index, file in enumerate(files)]
+    return VideoSource(place, tuple(frames), times)
+
+
+async def test_frames_become_groups_in_their_order(films: ImageClient) -> None:
+    """Beside an image of the same file, which is prepared with limits of its own."""
+    files = [written(picture(400, 300, seed=seed), "JPEG") for seed in range(3)]
+    asked = [source(files[0]), video(*files, times=FrameTimes(1.0))]
+    image, *groups = await films.prepare(asked)
+    frames = [prepare(decode(data), FORM.settings, 3) for data in files]
+    assert image == prepare(decode(files[0]), SETTINGS)
+    assert groups == FORM.groups(frames, FrameTimes(1.0)) and [one.moment for one in groups] == [0, 4]
+    assert groups[1].pixels == frames[2].pixels * 2 and image.num_tokens > groups[0].num_tokens
+    assert films.least(asked).num_tokens == image.num_tokens + sum(one.num_tokens for one in groups)
+
+
+@pytest.mark.parametrize(
+    ("files", "place", "reason"),
+    [
+        (
+            [GOOD, written(picture(40, 31), "PNG")],
+            "video[1]",
+            "its 40x31 pixels are not the 40x30 of the frames before",
+        ),
+        ([oriented(6, 50, 30), oriented(1, 50, 30)], "video[1]", "pixels are not the"),
+        ([GOOD, GOOD[:-60]], "video[1]", "its PNG file is broken"),
+        ([GOOD, b"x" * 600], "video[1]", "not a PNG, JPEG, WebP or GIF image"),
+        ([png(10_000, 10_000)], "video[0]", "10000x10000 pixels, at most"),
+        ([GOOD] * 5, "video[4]", "the video has 5 frames, this server takes 4 at most"),
+        (["http://a.org/a.png"], "video[0]", "this server fetches no images"),
+    ],
+)
+async def test_a_frame_that_is_refused_is_named_by_its_place(
+    films: ImageClient, files: list[bytes | str], place: str, reason: str
+) -> None:
+    error = await _refusal(films, source(GOOD), video(*files))
+    assert error.status == 400 and error.param == f"messages[0].content[0].{place}"
+    assert error.message.startswith(f"messages[0].content[0].{place}: ") and reason in error.message
+
+
+async def test_videos_that_a_server_does_not_take(films: ImageClient, client: ImageClient) -> None:
+    assert "this model reads no videos: send frames as images" in (await _refusal(client, video(GOOD))).message
+    error = await _refusal(films, video(GOOD), video(GOOD), video(GOOD, place="video_data[2]"))
+    assert error.message.startswith("video_data[2]: the request has 3 videos, this server takes 2 at most")
+
+
+@pytest.fixture
+async def reads_videos() -> AsyncIterator[Bench]:
+    """The texts of the form are ordinary ones, each of two tokens at least."""
+    tokenizer = Bench().manager.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("<v>", False)
+    made = Bench(images=replace(VIDEO_RULES, video=replace(FORM, placeholder=ids[1])))
+    yield made
+    made.manager.shutdown()
+
+
+async def test_a_placeholder_of_a_video_becomes_one_of_each_group(reads_videos: Bench) -> None:
+    """Of a text as if it had been written so, and the same of token ids."""
+    manager, small = reads_videos.manager, written(picture(28, 56), "PNG")
+    assert manager.tokenizer is not None
+    encode = partial(manager.tokenizer.encode, add_special_tokens=False)
+    film = video(small, small, small, times=FrameTimes(1.0))
+    size = prepare(decode(small), FORM.settings, 3).num_tokens
+    text = GenerateInput(text="a<v>b", images=[film], add_special_tokens=False, rid="text")
+    ids = GenerateInput(input_ids=encode("a<v>b"), images=[film], rid="ids")
+    await manager.submit_many([*expand_samples(text, 2), ids])
+    first, sample, other = reads_videos.link.requests()
+    shown = list(encode("a<0.5><v><2.0><v>b"))
+    placeholder = encode("<v>")[1]
+    expected = [id for token in shown for id in ([token] * size if token == placeholder else [token])]
+    assert first.input_ids.tolist() == expected and sample.input_ids is first.input_ids
+    assert other.input_ids.tolist()[1:-1] == expected[1:-1]
+    assert [image.moment for image in first.images] == [0, 4]
+    for wrong, reason in (("ab", "0 video placeholders and the request 1 videos"), ("<v><v>", "2 video placeholders")):
+        for inp in (GenerateInput(text=wrong, images=[film]), GenerateInput(input_ids=encode(wrong), images=[film])):
+            with pytest.raises(RequestError, match=reason) as caught:
+                await manager.submit(inp)
+            assert caught.value.status == 400 and caught.value.param == film.place
+    with pytest.raises(RequestError, match="1 video placeholders and the request 0 videos"):
+        await manager.submit(GenerateInput(text="a<v>"))
+
+
+async def test_frames_that_are_far_apart_have_too_many_positions(reads_videos: Bench) -> None:
+    small = written(picture(28, 56), "PNG")
+    slow = video(small, small, small, times=FrameTimes(stamps=(0.0, 1.0, 40.0)))
+    with pytest.raises(RequestError, match="so far apart in time that it has .. positions, at most 63"):
+        await reads_videos.manager.submit(GenerateInput(text="<v>", images=[slow]))
+    near = replace(slow, times=FrameTimes(stamps=(0.0, 1.0, 20.0)))
+    await reads_videos.manager.submit(GenerateInput(text="<v>", images=[near]))
+    [message] = reads_videos.link.requests()
+    assert message.sampling_params.max_new_tokens == 64 - len(message.input_ids) - position_delta(message.images)
+
+
+async def test_frames_of_a_body_are_limited(reads_videos: Bench) -> None:
+    inputs = [GenerateInput(text="<v>", images=[video(*[GOOD] * 4)], rid=f"r{index}") for index in range(257)]
+    with pytest.raises(RequestError, match="the prompts have 1028 frames of videos together, at most 1024"):
+        await reads_videos.manager.submit_many(inputs)
 
 
 # --- among requests

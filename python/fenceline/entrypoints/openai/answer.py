@@ -15,7 +15,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.protocol import CommonBody, GenerationBody
 from fenceline.frontend.request_stream import StreamGroup
-from fenceline.frontend.request_types import GenerateChunk, GenerateInput, ImageSource, RequestError, new_rid
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, MediaSource, RequestError, new_rid
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason
 
@@ -34,11 +34,11 @@ class Generator(Protocol):
     def check_text_length(self, num_chars: int) -> None:
         """Raise RequestError if a prompt of so many characters cannot fit."""
 
-    def check_images(self, images: Sequence[ImageSource]) -> None:
+    def check_images(self, images: Sequence[MediaSource]) -> None:
         """Raise RequestError for images that this server does not take, whatever they show."""
 
     def tokenize(
-        self, texts: Sequence[str], add_special_tokens: bool = True, images: Sequence[ImageSource] = ()
+        self, texts: Sequence[str], add_special_tokens: bool = True, images: Sequence[MediaSource] = ()
     ) -> Coroutine[Any, Any, list[Sequence[int]]]:
         """Token ids of each text, of a single one with those of its ``images``."""
 

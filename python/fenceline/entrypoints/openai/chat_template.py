@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeGuard
 
 import jinja2
 import pydantic_core
@@ -37,7 +37,10 @@ _RESERVED = frozenset(
 # What a template does with a message is found out by rendering some. In a part of a content, _TRACE is the value of a
 # field that no template knows: where it is shown, the part was written as an object instead of as its text.
 _FIRST, _SECOND, _TRACE = "first0probe", "second0probe", "trace0probe"
-_IMAGE: Mapping[str, object] = {"type": "image"}  # in a content's parts: where an image stands
+# In a content's parts: where an image stands, or a video.
+IMAGE: Mapping[str, object] = {"type": "image"}
+VIDEO: Mapping[str, object] = {"type": "video"}
+_MEDIA = (("images", IMAGE), ("videos", VIDEO))
 _KINDS = ("system", "user", "assistant", "calls", "tool")  # "calls": an assistant's message with calls
 _PROBE_TOOL: Mapping[str, object] = {
     "type": "function",
@@ -85,8 +88,11 @@ class ChatTemplate:
             objects = self._probe(_conversation("calls", "", f'{{"x": "{_FIRST}"}}'), self.has_tools)
             self._arguments_as_sent = _FIRST not in objects
         self._takes_parts = frozenset(kind for kind in _KINDS if self._loops_over_content(kind, with_tools))
-        self._shows_images = self._takes_parts
-        self._shows_images = frozenset(kind for kind in self._takes_parts if self._places_images(kind, with_tools))
+        self._shows = {name: self._takes_parts for name, _ in _MEDIA}
+        self._shows = {
+            name: frozenset(kind for kind in self._takes_parts if self._places(part, kind, with_tools))
+            for name, part in _MEDIA
+        }
         self._systems = {tools: self._find_systems(tools) for tools in with_tools}
 
     def _probe(self, messages: Sequence[Message], tools: bool) -> str:
@@ -110,12 +116,12 @@ class ChatTemplate:
             shown = shown or num_parts > 0
         return shown
 
-    def _places_images(self, kind: str, with_tools: Sequence[bool]) -> bool:
-        """Whether the template shows where an image stands in a message of ``kind``, unlike a part that it does not
+    def _places(self, media: Mapping[str, object], kind: str, with_tools: Sequence[bool]) -> bool:
+        """Whether the template shows where ``media`` stands in a message of ``kind``, unlike a part that it does not
         know."""
         text = {"type": "text", "text": _FIRST}
         shown = [
-            [self._probe(_conversation(kind, [part, text]), tools) for part in (_IMAGE, {"type": _TRACE})]
+            [self._probe(_conversation(kind, [part, text]), tools) for part in (media, {"type": _TRACE})]
             for tools in with_tools
         ]
         return any(_FIRST in image and image != other for image, other in shown)
@@ -219,9 +225,11 @@ class ChatTemplate:
         content = plain.get("content")
         if not content and kind == "calls":
             content = plain["content"] = self._no_content
-        elif isinstance(content, list) and _IMAGE in content:
-            if kind not in self._shows_images:
-                raise ValueError(f"the chat template has no place for images in messages of role {plain.get('role')}")
+        elif _has_media(content):
+            for name, part in _MEDIA:
+                if part in content and kind not in self._shows[name]:
+                    role = plain.get("role")
+                    raise ValueError(f"the chat template has no place for {name} in messages of role {role}")
         elif content is None or (isinstance(content, list) and kind not in self._takes_parts):
             plain["content"] = _text_of(content)
         if "reasoning_content" in plain:
@@ -327,7 +335,7 @@ def _as_users(messages: Sequence[Message]) -> Sequence[Message]:
 
 def _joined(messages: Sequence[Message], role: str) -> Message:
     contents = [message.get("content") for message in messages]
-    if any(isinstance(content, list) and _IMAGE in content for content in contents):
+    if any(map(_has_media, contents)):
         parts: list[object] = []
         for content in filter(None, contents):
             parts += [{"type": "text", "text": "\n\n"}] if parts else []
@@ -395,6 +403,10 @@ def _completed_arguments(text: str) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {"arguments": text}
 
 
+def _has_media(content: object) -> TypeGuard[list[object]]:
+    return isinstance(content, list) and any(part in content for _, part in _MEDIA)
+
+
 def _text_of(content: object) -> str:
     """The text of a message's content: a string, text parts or None."""
     if isinstance(content, list):
@@ -426,7 +438,7 @@ def _marked(message: dict[str, object]) -> dict[str, object]:
         return {**message, "content": content + _CUT_HERE}
     if isinstance(content, list) and content:
         *rest, last = content
-        if last == _IMAGE:
+        if _has_media([last]):
             raise ValueError("continue_final_message needs a last message that ends with text")
         return {**message, "content": [*rest, {**last, "text": last["text"] + _CUT_HERE}]}
     raise ValueError("continue_final_message needs a last message with content to go on with")

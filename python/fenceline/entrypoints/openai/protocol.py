@@ -35,7 +35,8 @@ from fenceline.config.request_limits import (
     MAX_TOOLS_BYTES,
 )
 from fenceline.entrypoints.fields import WITHOUT_EFFECT, Refused
-from fenceline.frontend.request_types import IMAGE_DETAILS, ImageDetail, ImageSource
+from fenceline.entrypoints.video_parts import frame_times, frame_urls, video_source
+from fenceline.frontend.request_types import IMAGE_DETAILS, ImageDetail, ImageSource, MediaSource, VideoSource
 
 MAX_TOP_LOGPROBS = 20
 MAX_MODEL_CHARS = 256  # limited because the name is repeated in every chunk
@@ -206,6 +207,38 @@ class ImagePart(StrictModel):
         return ImageSource(self._place or place, self.image_url.url, self.image_url.detail or "auto", least, most)
 
 
+class VideoPart(StrictModel):
+    """A video in a message's content, in the form of Qwen's models: the URLs of its frames. ``sample_fps`` is another
+    name of ``fps``."""
+
+    type: Literal["video"]
+    video: list[str]
+    fps: float | str | None = None
+    sample_fps: float | str | None = None
+    timestamps: list[float] | None = None
+    min_pixels: int | None = Field(default=None, ge=1, le=2**31)
+    max_pixels: int | None = Field(default=None, ge=1, le=2**31)
+
+    def source(self, place: str, limits: PixelLimits | None) -> VideoSource:
+        """The video, which stands at ``place``."""
+        least, most = self.min_pixels, self.max_pixels
+        if limits is not None:
+            least = limits.min_pixels if least is None else least
+            most = limits.max_pixels if most is None else most
+        times = frame_times(self.model_dump(include={"fps", "sample_fps", "timestamps"}), len(self.video))
+        return video_source(place, self.video, times, least, most)
+
+
+def _video_part(part: Mapping[str, object]) -> Mapping[str, object]:
+    """``part`` as a :class:`VideoPart`, from that or from vLLM's form. Raises ValueError, whose text goes on after "a
+    video"."""
+    url = part.get("video_url")
+    video = part.get("video") if part.get("type") == "video" else url.get("url") if isinstance(url, dict) else url
+    frames = frame_urls(video)
+    frame_times(part, len(frames))
+    return {**part, "type": "video", "video": frames}
+
+
 def image_part(url: object, detail: object, place: str) -> ImagePart:
     """The image at ``place`` of another route's request. Raises ValueError for what is none."""
     part = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
@@ -236,12 +269,14 @@ def _known_parts(value: object) -> object:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
+    parts: list[object] = list(value)
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-        if kind not in ("text", "image_url"):
+        if kind not in ("text", "image_url", "video", "video_url"):
             raise ValueError(
-                f"[{index}] is a part of type {str(kind)[:64]!r}; this server reads text and images: send parts of the "
-                'form {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": ...}}'
+                f"[{index}] is a part of type {str(kind)[:64]!r}; this server reads text, images and lists of frames: "
+                'send parts of the form {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}}'
+                ' or {"type": "video", "video": [...]}'
             )
         if not isinstance(part, dict):
             continue
@@ -250,9 +285,14 @@ def _known_parts(value: object) -> object:
                 _check_image(part)
             except ValueError as error:
                 raise ValueError(f"[{index}] is {error}") from None
+        elif kind in ("video", "video_url"):
+            try:
+                parts[index] = _video_part(part)
+            except ValueError as error:
+                raise ValueError(f"[{index}] is a video {error}") from None
         elif not isinstance(part.get("text"), str):
             raise ValueError(f"[{index}] is a text part whose text is not a string")
-    return value
+    return parts
 
 
 def _not_too_many(messages: object) -> object:
@@ -271,7 +311,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation. ``developer`` is OpenAI's newer word for ``system``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart | ImagePart] | str | None, BeforeValidator(_known_parts)] = None
+    content: Annotated[list[TextPart | ImagePart | VideoPart] | str | None, BeforeValidator(_known_parts)] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name of it
@@ -348,14 +388,14 @@ class ChatBody(GenerationBody):
     modalities: list[str] | None = None
     mm_processor_kwargs: PixelLimits | None = None
 
-    def images(self) -> list[ImageSource]:
-        """The images of all messages, in their order."""
+    def images(self) -> list[MediaSource]:
+        """The images and videos of all messages, in their order."""
         return [
             part.source(f"messages[{index}].content[{place}]", self.mm_processor_kwargs)
             for index, message in enumerate(self.messages)
             if isinstance(message.content, list)
             for place, part in enumerate(message.content)
-            if isinstance(part, ImagePart)
+            if isinstance(part, ImagePart | VideoPart)
         ]
 
 

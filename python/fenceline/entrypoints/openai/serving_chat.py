@@ -23,7 +23,7 @@ from fenceline.entrypoints.openai.answer import (
 )
 from fenceline.entrypoints.openai.chat_choice import ChatChoice
 from fenceline.entrypoints.openai.chat_reader import ChatReader
-from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.chat_template import IMAGE, VIDEO, ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
 from fenceline.entrypoints.openai.parsing import (
     answer_grammar,
@@ -33,7 +33,7 @@ from fenceline.entrypoints.openai.parsing import (
     refuse_chat,
     sampling_params,
 )
-from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, ImagePart
+from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, ImagePart, TextPart
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser, ReasoningTokens
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import (
@@ -353,9 +353,10 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
 def _template_message(message: ChatMessage) -> dict[str, object]:
     values = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
-        # Templates know where an image stands, not what it shows, and most of them by this type.
+        # Templates know where an image or a video stands, not what it shows, and most of them by these types.
         values["content"] = [
-            {"type": "image"} if isinstance(part, ImagePart) else part.model_dump() for part in message.content
+            part.model_dump() if isinstance(part, TextPart) else dict(IMAGE if isinstance(part, ImagePart) else VIDEO)
+            for part in message.content
         ]
     if message.reasoning is not None:
         values.setdefault("reasoning_content", message.reasoning)  # the name that templates use

@@ -261,6 +261,15 @@ def test_templates_place_images_among_texts(source, image):
     assert f"user\n{image}a{image}<" in text and f"user\na{image}<" in text
 
 
+def test_templates_place_videos_among_texts():
+    video = {"type": "video"}
+    messages = [{"role": "user", "content": [video, TEXT, IMAGE]}]
+    text = ChatTemplate(QWEN_VL, {}).render(messages)
+    assert "<|vision_start|><|video_pad|><|vision_end|>a<|vision_start|><|image_pad|><|vision_end|><" in text
+    with pytest.raises(ValueError, match="no place for videos in messages of role user"):
+        ChatTemplate(GEMMA_3, {}).render(messages)
+
+
 def test_an_image_in_a_late_system_message_stays():
     messages = [USER, {"role": "system", "content": [IMAGE, TEXT]}]
     late = "message['role'] == 'system' and not loop.first"

@@ -402,3 +402,26 @@ async def test_images_of_each_prompt(model_dir, fields, places):
     with pytest.raises(RequestError, match="image_data has 3 entries for 2 prompts"):
         body = parse_generate(orjson.dumps({"text": ["a", "b"], "image_data": ["x"] * 3}), UnknownFields(strict=True))
         await expand(body, config, "r")
+
+
+FRAMES = "data:video/jpeg;base64,x,y"
+
+
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [
+        ({"text": "a", "video_data": FRAMES}, [{"video_data": 2}]),
+        ({"text": "a", "video_data": {"video": ["x"], "fps": 1}}, [{"video_data": 1}]),
+        ({"text": "a", "video_data": [FRAMES, {"video": ["x"]}]}, [{"video_data[0]": 2, "video_data[1]": 1}]),
+        ({"text": ["a", "b"], "video_data": [[None, FRAMES], None]}, [{"video_data[0][1]": 2}, {}]),
+        ({"text": "a", "image_data": "x", "video_data": [FRAMES]}, [{"image_data": 0, "video_data[0]": 2}]),
+    ],
+)
+async def test_videos_of_each_prompt(model_dir, fields, places):
+    config = resolve(ServerArgs(model_path=str(model_dir), load_format="dummy"))
+    body = parse_generate(orjson.dumps(fields), UnknownFields(strict=True))
+    found = (await expand(body, config, "r")).inputs
+    assert [{one.place: len(getattr(one, "frames", ())) for one in inp.images} for inp in found] == places
+    with pytest.raises(RequestError, match=r"video_data\[1\]: it is a video that is no list of frames"):
+        body = parse_generate(orjson.dumps({"text": "a", "video_data": [FRAMES, "a.mp4"]}), UnknownFields(strict=True))
+        await expand(body, config, "r")
