@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scheduler_driver import Driver
-from vision_cases import CASES, VISION_MODELS, image_request, picture, save_vision_checkpoint, vision_driver
+from vision_cases import VISION_MODELS, cases_of, image_request, picture, save_vision_checkpoint, vision_driver
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.images.prepare import prepare
@@ -28,7 +28,8 @@ _WINDOWS = ((3, 16), (16 * 70, 64))  # of how many patches: a few at the edges, 
 
 
 def answers(driver: Driver, turn: str) -> list[list[int]]:
-    sent = [image_request(driver, f"{turn} {i}", *case) for i, case in enumerate(CASES)]
+    cases = cases_of(driver.config.model.architecture)
+    sent = [image_request(driver, f"{turn} {i}", *case) for i, case in enumerate(cases)]
     driver.send(*sent)
     driver.run()
     return [driver.answers[req.rid].output_ids for req in sent]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from vision_cases import (
     BEGIN,
-    CASES,
     IMAGE,
     VISION_MODELS,
+    cases_of,
     image_request,
     picture,
     save_vision_checkpoint,
@@ -49,17 +49,18 @@ def test_prompts_around_a_size_of_graphs(name: str, tmp_path: Path) -> None:
 def test_tokens_are_those_of_the_cpu_without_a_report(name: str, tmp_path: Path) -> None:
     """The pool of embeddings has room for one large image, so that rows go from one image to the next."""
     save_vision_checkpoint(name, tmp_path)
+    cases = cases_of(name)
 
     def run(device: Device, **flags: object) -> list[list[int]]:
         driver = vision_driver(tmp_path, device, num_embedding_rows=40, **flags)  # type: ignore[arg-type]
-        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
+        driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(cases)])
         driver.run()
         worker = driver.scheduler.worker
         assert isinstance(worker, ModelRunner)
         if flags:
             stats = worker.prefill_graph_stats
             assert stats is not None and stats.replays == stats.eligible_steps > 3
-        return [driver.answers[f"r{i}"].output_ids for i in range(len(CASES))]
+        return [driver.answers[f"r{i}"].output_ids for i in range(len(cases))]
 
     expected = run(open_device("cpu"))
     other: dict[str, object] = {"attention": LAUNCHED}  # which leaves images that are seen whole to torch

@@ -36,6 +36,7 @@ MAX_FETCHES = 8  # at a time, until what they bring is decoded
 LOW_PIXELS = 512 * 512  # of an image with the detail "low"
 _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+|application/octet-stream)?(;[a-z0-9=.+-]+)*;base64,", re.IGNORECASE)
 _MAX_PREFIX_CHARS = 256
+_FEW_BYTES = 3 << 9
 _LONG_CHARS = 1 << 17  # of a file whose digest takes so long that others would wait for those of many
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
@@ -281,9 +282,13 @@ def _digest(data: bytes, url: str, start: int) -> bytes:
 
 
 def _header(url: str, start: int) -> Header | None:
-    """What the first bytes say, None if they are not enough."""
-    end = start + HEAD_BYTES // 3 * 4
-    return read_header(from_base64(url[start:end]), is_whole=end >= len(url))
+    """What the first bytes say, None if they are not enough. Few are, of most files, and a video has many files."""
+    for num_bytes in (_FEW_BYTES, HEAD_BYTES):
+        end = start + num_bytes // 3 * 4
+        found = read_header(from_base64(url[start:end]), is_whole=end >= len(url))
+        if found is not None:
+            return found
+    return None
 
 
 def _files(images: Sequence[MediaSource]) -> Iterator[tuple[ImageSource, int]]:

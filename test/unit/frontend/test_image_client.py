@@ -333,6 +333,36 @@ async def test_a_frame_that_is_refused_is_named_by_its_place(
     assert error.message.startswith(f"messages[0].content[0].{place}: ") and reason in error.message
 
 
+async def test_hostile_frames_are_no_server_errors(films: ImageClient) -> None:
+    """Among frames that are none, and alone."""
+    found = []
+    for data in hostile_images(60, seed=4):
+        for one in (video(data), video(GOOD, data, GOOD)):
+            try:
+                films.check([one])
+                films.least([one])
+                groups = await films.prepare([one])
+            except RequestError as error:
+                assert error.status == 400 and str(error.param).startswith("messages[0].content[0].video["), (
+                    error.message
+                )
+                found.append(False)
+            else:
+                found.append(all(len(each.pixels) == 6 * each.width * each.height for each in groups))
+    assert 5 < sum(found) < 100
+
+
+def test_many_frames_are_looked_at_in_little_time(films: ImageClient) -> None:
+    large = written(picture(300, 200), "PNG")
+    one = video(*[large] * 4)
+    costs = []
+    for _ in range(20):
+        begin = time.thread_time()
+        films.least([one])
+        costs.append(time.thread_time() - begin)
+    assert min(costs) < 4 * 0.0003, "so that the 1,024 frames of a body do not keep others waiting"
+
+
 async def test_videos_that_a_server_does_not_take(films: ImageClient, client: ImageClient) -> None:
     assert "this model reads no videos: send frames as images" in (await _refusal(client, video(GOOD))).message
     error = await _refusal(films, video(GOOD), video(GOOD), video(GOOD, place="video_data[2]"))
