@@ -10,6 +10,9 @@ import torch
 from model_parity import save_checkpoint
 from scheduler_driver import Driver, answers, make_model_driver, request
 
+from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
@@ -96,3 +99,26 @@ def test_a_conversation_goes_on_from_its_answers_state(
     assert last is not None and last.cached_tokens == 128
     fresh = _driver(checkpoint[0], disable_radix_cache=True)
     assert told == _told(fresh, [second])
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: not supported for .* leave it out"),
+        ({"tp_size": 2}, "--tp-size: not supported for .* leave it out"),
+        ({"piecewise_cuda_graph_tokens": (64,)}, "--piecewise-cuda-graph-tokens: not supported for .* leave it out"),
+        ({"max_mamba_cache_size": 3}, "--max-mamba-cache-size 3: each of 8 running requests has a state; give"),
+        ({"mamba_full_memory_ratio": 0.0}, "--mamba-full-memory-ratio 0: must be above 0"),
+    ],
+)
+def test_what_states_do_not_allow_is_refused_with_a_remedy(
+    checkpoint: tuple[Path, torch.nn.Module], flags: dict[str, object], reason: str
+) -> None:
+    args = ServerArgs(model_path=str(checkpoint[0]), device="cpu", max_running_requests=8, **flags)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=reason):
+        resolve(args)
+
+
+def test_models_without_states_have_no_use_for_their_number() -> None:
+    with pytest.raises(ConfigError, match=r"--max-mamba-cache-size 9: .* has no states; leave it out"):
+        make_model_driver(max_mamba_cache_size=9)
