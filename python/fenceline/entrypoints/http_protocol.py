@@ -8,6 +8,7 @@ a share for each client's address, belongs to a proxy in front (docs/use/securit
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, cast
@@ -86,9 +87,16 @@ class HttpProtocol(HttpToolsProtocol):
     and the connection is closed; ``refused`` is told the reason. A connection beyond ``max_connections`` gets 503."""
 
     def __init__(
-        self, *args: Any, refused: Callable[[RequestError], object], max_connections: int, **kwargs: Any
+        self,
+        *args: Any,
+        refused: Callable[[RequestError], object],
+        max_connections: int,
+        access_log: logging.Logger | None = None,
+        **kwargs: Any,
     ) -> None:
+        """``access_log``: in place of uvicorn's logger."""
         super().__init__(*args, **kwargs)
+        self.access_logger = access_log or self.access_logger
         self._refused = refused
         self._max_connections = max_connections
         self._refusal: RequestError | None = None  # set by the parser's callbacks, which can only raise
@@ -190,11 +198,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._raise(RequestError(405, "CONNECT is not allowed: this is no proxy"))
         if self.parser.should_upgrade():
             return  # it will be parsed again
-        names = [name for name, _ in self.headers]
-        if names.count(b"host") > 1:  # a proxy in front may go by the other one
+        num_hosts = 0
+        for name, value in self.headers:
+            num_hosts += name == b"host"
+            if name == b"content-length" and len(value) > _MAX_LENGTH_DIGITS:
+                self._raise(RequestError(400, f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits"))
+        if num_hosts > 1:  # a proxy in front may go by the other one
             self._raise(RequestError(400, "there is more than one Host header"))
-        if any(name == b"content-length" and len(value) > _MAX_LENGTH_DIGITS for name, value in self.headers):
-            self._raise(RequestError(400, f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits"))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._raise(RequestError(400, f"more than {MAX_PIPELINED} requests wait for their answers"))
         super().on_headers_complete()

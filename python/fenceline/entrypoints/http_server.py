@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import resource
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from logging.handlers import MemoryHandler
 from typing import cast
 
 import uvicorn
@@ -148,6 +148,30 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     return not isinstance(status, int) or status >= 400 or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
+class AccessLog:
+    """The access log, in which uvicorn writes a line before an answer's first byte. Lines are only noted, and made and
+    written at the next tick, so that a first token does not wait for them."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("uvicorn.access")
+        self._lines: list[tuple[float, str, tuple[object, ...]]] = []
+
+    def info(self, line: str, *values: object) -> None:
+        """As ``logging.Logger.info``, in the same order."""
+        if self._logger.isEnabledFor(logging.INFO):
+            self._lines.append((time.time(), line, values))
+            if len(self._lines) == _MOST_LATE_LINES:
+                self.write()
+
+    def write(self) -> None:
+        """Write the lines that wait."""
+        lines, self._lines = self._lines, []
+        for at, line, values in lines:
+            record = self._logger.makeRecord(self._logger.name, logging.INFO, __file__, 0, line, values, None)
+            record.created = at
+            self._logger.handle(record)
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the supervisor decides what a signal means. ``refused`` is told of requests
     that do not reach ``app``."""
@@ -156,8 +180,12 @@ class HttpServer(uvicorn.Server):
         self, app: ASGIApp, config: EngineConfig, refused: Callable[[RequestError], object] | None = None
     ) -> None:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.access_log = AccessLog()
         connection = partial(
-            HttpProtocol, refused=refused or (lambda error: None), max_connections=max_connections(num_descriptors)
+            HttpProtocol,
+            refused=refused or (lambda error: None),
+            max_connections=max_connections(num_descriptors),
+            access_log=cast(logging.Logger, self.access_log),
         )
         super().__init__(
             uvicorn.Config(
@@ -175,19 +203,11 @@ class HttpServer(uvicorn.Server):
         )
         # The supervisor reports start and stop.
         logging.getLogger("uvicorn.error").setLevel("WARNING")
-        # Lines are written at the next tick, so that answers that begin now do not wait for the log file.
-        self._access_lines = MemoryHandler(_MOST_LATE_LINES, logging.ERROR, target=cast(logging.Handler, logging.root))
-        access = logging.getLogger("uvicorn.access")
-        access.addFilter(is_worth_a_line)
-        access.propagate, access.handlers = False, [self._access_lines]
-
-    def write_access_lines(self) -> None:
-        """Write those that wait for the next tick."""
-        self._access_lines.flush()
+        logging.getLogger("uvicorn.access").addFilter(is_worth_a_line)
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
-        self.write_access_lines()
+        self.access_log.write()
         if counter % 10 == 0:
             for connection in list(self.server_state.connections):
                 cast(HttpProtocol, connection).check_pace()

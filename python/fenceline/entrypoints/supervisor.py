@@ -261,7 +261,7 @@ class Supervisor:
             self._backend.tell_nodes(f"node 0 has stopped: {stop.reason}")
         await asyncio.to_thread(self._backend.stop, patience_s)
         if server is not None:
-            server.write_access_lines()  # the reason comes last
+            server.access_log.write()  # the reason comes last
         if stop.status:
             logger.error("The server stops: %s", stop.reason)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import time
 
 import orjson
 import pytest
@@ -585,12 +586,19 @@ def test_probes_have_no_access_line_unless_they_fail() -> None:
 
 async def test_an_access_line_is_written_at_the_next_tick(caplog: pytest.LogCaptureFixture) -> None:
     server = HttpServer(App(), resolve(ServerArgs(model_path="demo", device="cpu")))
-    values = ("1.2.3.4:5", "POST", "/generate", "1.1", 200)
+    server.config.load()
+    connection = server.config.http(config=server.config, server_state=server.server_state, app_state={})  # type: ignore
+    wire = Wire()
+    connection.connection_made(wire)
     with caplog.at_level(logging.INFO):
-        logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', *values)
-        assert not caplog.messages, "the answer would wait for the log file"
+        before = time.time()
+        connection.data_received(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        await settle()
+        after = time.time()
+        assert b"200 OK" in wire.sent and not caplog.messages, "the answer would wait for the log"
         await server.on_tick(1)
-    assert caplog.messages == ['1.2.3.4:5 - "POST /generate HTTP/1.1" 200']
+    assert [message.partition(" - ")[2] for message in caplog.messages] == ['"GET /v1/models HTTP/1.1" 200']
+    assert before <= caplog.records[0].created <= after, "the time of the answer"
 
 
 async def test_who_takes_too_little_of_his_answer_is_dropped() -> None:
