@@ -184,12 +184,9 @@ class TokenizerManager:
             check_num_logprobs(messages)
             for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
                 self._displace(entry)
-            sharing = Counter(map(id, images))
             streams = [
-                self._aborted(inp.rid)
-                if inp.rid in aborted
-                else self._start(inp, message, sum([len(one.pixels) for one in pictures]) // sharing[id(pictures)])
-                for inp, message, pictures in zip(inputs, messages, images, strict=True)
+                self._aborted(inp.rid) if inp.rid in aborted else self._start(inp, message, num_pixel_bytes)
+                for inp, message, num_pixel_bytes in zip(inputs, messages, _pixel_bytes(images), strict=True)
             ]
         return StreamGroup(streams)
 
@@ -688,6 +685,14 @@ class _Preparation:
         self.aborted |= {inp.rid for inp in self._inputs if inp.rid.startswith(rid) or inp.family.startswith(rid)}
         if len(self.aborted) == len(self._inputs) and not self.wait.expired():
             self.wait.reschedule(0.0)
+
+
+def _pixel_bytes(images: Sequence[Sequence[ImageInput]]) -> list[int]:
+    """Of each request, its share of those that samples of a prompt share."""
+    if not any(images):
+        return [0] * len(images)
+    sharing = Counter(map(id, images))
+    return [sum([len(one.pixels) for one in pictures]) // sharing[id(pictures)] for pictures in images]
 
 
 def _state_of(reply: ControlReply) -> InternalState:

@@ -7,9 +7,8 @@ priority may have others retracted (:func:`preempted`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.scheduler.req import Req
@@ -37,8 +36,8 @@ class Holdings:
     num_spare: int = 0
     used_tokens: int = 0
     used_rows: int = 0
-    rows: Counter[int] = field(default_factory=Counter)
-    tokens: Counter[int] = field(default_factory=Counter)
+    rows: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, num_tokens: int, num_rows: int, page_size: int = 1, num_spare: int = 0) -> Holdings:
@@ -58,17 +57,18 @@ class Holdings:
         assert self.used_tokens >= 0 and self.used_rows >= 0, f"{req.rid} was not counted"
 
     def copy(self) -> Holdings:
-        """A copy that changes by itself."""
-        return replace(self, rows=self.rows.copy(), tokens=self.tokens.copy())
+        """A copy that changes by itself. Made in every prefill step, for which dataclasses.replace would be slow."""
+        sizes = self.reserve_tokens, self.reserve_rows, self.page_size, self.num_spare
+        return Holdings(*sizes, self.used_tokens, self.used_rows, self.rows.copy(), self.tokens.copy())
 
     def num_rows(self, req: Req) -> int:
         """The rows of the body of ``req``, which is admitted."""
-        return self.rows[req.source.body] or 1
+        return self.rows.get(req.source.body, 1)
 
     def may_use_reserve(self, req: Req) -> bool:
         """Whether the reserve has room for ``req`` at its maximum length, and its body then holds little."""
         most = self._most_tokens(req)
-        is_small = _NUM_SMALL * (self.tokens[req.source.body] + most) <= self.reserve_tokens
+        is_small = _NUM_SMALL * (self.tokens.get(req.source.body, 0) + most) <= self.reserve_tokens
         return is_small and self.used_tokens + most <= self.reserve_tokens
 
     @property
@@ -92,8 +92,8 @@ class Holdings:
             self.used_rows += sign
         body = req.source.body
         if body:
-            self.rows[body] += sign
-            self.tokens[body] += num_tokens
+            self.rows[body] = self.rows.get(body, 0) + sign
+            self.tokens[body] = self.tokens.get(body, 0) + num_tokens
             if not self.rows[body]:
                 del self.rows[body], self.tokens[body]
 
@@ -111,7 +111,7 @@ class AdmissionState:
         self.reserved_tokens = reserved_tokens
         # Whether a request is being passed that does not fit. Then only the reserve is left for those behind it.
         self.is_passing = False
-        self._released: Counter[TreeNode] = Counter()  # nodes, each as often as retracted requests unlock it
+        self._released: dict[TreeNode, int] = {}  # nodes, each as often as retracted requests unlock it
         self._pinned: set[TreeNode] = set()  # nodes that admitted requests lock
 
     def num_pages_for(self, req: Req) -> int:
@@ -156,7 +156,8 @@ class AdmissionState:
         prefix may be matched afterwards that has not been before: that may split a node of these paths."""
         assert req.node is not None, f"{req.rid} does not run"
         path = req.node.path()
-        self._released.update(path)
+        for part in path:
+            self._released[part] = self._released.get(part, 0) + 1
         self.num_pages += len(req.pages) - req.shared_len // self.memory.page_size
         self.num_pages += sum(part.num_device_pages for part in self._evictable(req.node))
         self.num_rows += 1
@@ -166,7 +167,7 @@ class AdmissionState:
 
     def _evictable(self, end: TreeNode) -> list[TreeNode]:
         """The nodes of the path to ``end`` that nobody locks."""
-        free = [part for part in end.path() if part.lock_ref == self._released[part]]
+        free = [part for part in end.path() if part.lock_ref == self._released.get(part, 0)]
         return [part for part in free if part not in self._pinned]
 
 

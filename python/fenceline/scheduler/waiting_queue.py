@@ -113,7 +113,7 @@ class WaitingQueue:
             begun: list[Iterator[Req]] = []
             for queue in queues:
                 reqs: Iterator[Req] = filter(may_schedule, queue.reqs)
-                num_running = self.holdings.rows[queue.body]
+                num_running = self.holdings.rows.get(queue.body, 0)
                 if max_of_body is not None:
                     reqs = islice(reqs, max(max_of_body - num_running, 0))
                 if num_running:
