@@ -229,6 +229,7 @@ MISTRAL: Json = {**LLAMA, "architectures": ["MistralForCausalLM"], "max_position
 QWEN: Json = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}
 
 
+QWEN_3_5: Json = {"architectures": ["Qwen3_5ForCausalLM"]}
 GEMMA: Json = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA3: Json = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 512, "num_hidden_layers": 8}
 EXAONE: Json = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}
@@ -326,6 +327,10 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"layer_types": ["chunked_attention"] * 4, **GEMMA}, "chunked_attention are not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "which other entries contradict"),
         ({"layer_types": ["linear_attention"] * 4}, "this architecture does not have"),
+        ({"layer_types": ["linear_attention"] * 4, **QWEN_3_5}, "at least one must be full_attention"),
+        ({"num_hidden_layers": 3, **QWEN_3_5}, "all 3 layers are linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 4, **QWEN_3_5}, "linear_attention or full_attention of each of the 4"),
+        ({"layer_types": ["full_attention"], **QWEN_3_5}, "linear_attention or full_attention of each of the 4"),
         ({"use_bidirectional_attention": True, **GEMMA}, "use_bidirectional_attention true is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ({"is_causal": False}, "only true or null is"),
