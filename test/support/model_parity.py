@@ -482,6 +482,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "eos_token_id": 2,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 100,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.25,
+            "norm_eps": 1e-3,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+        },
+    ),
     "qwen2-moe-no-bias": (
         "Qwen2Moe",
         {**_EXPERTS, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "qkv_bias": False},

@@ -104,14 +104,15 @@ class IndexerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentConfig:
     """Layers that carry a state in place of attending to all tokens, each with a convolution over ``taps`` tokens. Each
-    of ``num_heads`` has a state of [key_dim, value_dim], and ``num_key_heads`` share out the queries and keys."""
+    of ``num_heads`` has a state of [key_dim, value_dim], and ``num_key_heads`` share out the queries and keys; without
+    heads the convolution is all."""
 
     layers: frozenset[int]
-    num_heads: int
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
     taps: int
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,6 +485,42 @@ def _kimi_delta(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
     )
 
 
+_LFM2_NAMES: Mapping[str, str] = {
+    "norm_eps": "rms_norm_eps",
+    "block_ff_dim": "intermediate_size",
+    "tie_embedding": "tie_word_embeddings",
+}
+
+
+def _lfm2_renamed(hf: Mapping[str, object]) -> dict[str, object]:
+    """The intermediate size is that of the matrices, which files state through a rule."""
+    entries = dict(hf)
+    for name, usual in _LFM2_NAMES.items():
+        if name in entries:
+            entries[usual] = entries.pop(name)
+    reader = ConfigReader(entries)
+    rule = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of")
+    size = reader.size("intermediate_size", 12_288)
+    if reader.switch(rule[0], True):
+        size, step = int(reader.number(rule[1], 1.0) * int(2 * size / 3)), reader.size(rule[2], 256)
+        size = -(-size // step) * step
+    return {key: value for key, value in entries.items() if key not in rule} | {"intermediate_size": size}
+
+
+def _lfm2_convolutions(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
+    """The layers that layer_types calls conv; without it those that full_attn_idxs does not name."""
+    kinds, attending = reader.strings("layer_types"), reader.numbers("full_attn_idxs")
+    if not kinds:
+        names_some = reader.values.get("full_attn_idxs") is not None
+        kinds = tuple("conv" if names_some and i not in attending else "full_attention" for i in range(num_layers))
+    if len(kinds) < num_layers or set(kinds) - {"conv", "full_attention"}:
+        raise ConfigError(
+            f"config.json: layer_types must say conv or full_attention of each of the {num_layers} layers"
+        )
+    layers = frozenset(i for i in range(num_layers) if kinds[i] == "conv")
+    return RecurrentConfig(layers=layers, taps=reader.size("conv_L_cache", 3))
+
+
 def _linear_layers(kinds: tuple[str, ...], num_layers: int) -> frozenset[int]:
     if len(kinds) < num_layers or set(kinds) - {"linear_attention", "full_attention"}:
         raise ConfigError(
@@ -744,6 +781,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             latent=_kimi_latent,
             recurrent=_kimi_delta,
             renamed=_kimi_linear_renamed,
+        ),
+        "Lfm2ForCausalLM": Family(
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            tied=True,
+            quantized=(),
+            activation_key=None,
+            switches=("conv_bias",),
+            recurrent=_lfm2_convolutions,
+            renamed=_lfm2_renamed,
         ),
         "LlamaForCausalLM": Family(),
         "MiMoForCausalLM": Family(windows=_qwen_windows),

@@ -33,6 +33,7 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "in_proj": ("in_proj_gate", "in_proj_output", "in_proj_input"),
 }
 
 

@@ -17,6 +17,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
 from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WideNorm
+from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
 from fenceline.memory_order import ArenaField, Role
@@ -179,6 +180,25 @@ class TokenMixer(Branch):
             ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=self._widths[1:]),
             ArenaField(self._projected_buffer, self._dtype, Role.OUTPUT, pad=0, shape=self._widths[:1]),
         )
+
+
+class RecurrentMixer(TokenMixer):
+    """A mixer whose tokens read a state in place of one another, so that it has no rows in the KV pool. Between pieces
+    of a forward it runs where attention does."""
+
+    @abstractmethod
+    def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
+        """The result of ``project`` → what the output's projection reads, [T, num_heads * head_dim] of ``heads``. Reads
+        and writes the slots ``rows`` of the layer's ``state``."""
+
+    def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        assert batch.states is not None, "recurrent layers have states"
+        return self.mix(projected, batch.states.layers[self.layer_id], batch.states.rows)
+
+    def attend_between_pieces(self, batch: ForwardBatch) -> None:
+        assert batch.buffers is not None, "only a forward in pieces has buffers"
+        tensors = batch.buffers.tensors
+        tensors[self._attended_buffer].copy_(self.attend(tensors[self._projected_buffer], batch))
 
 
 class SelfAttention(TokenMixer):

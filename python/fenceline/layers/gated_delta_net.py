@@ -9,32 +9,13 @@ import torch
 from fenceline.config import state_layout
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import Shard
-from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, TokenMixer
+from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, RecurrentMixer
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.recurrence import DeltaGates
 from fenceline.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import WeightSlot, WeightSlots
-
-
-class RecurrentMixer(TokenMixer):
-    """A mixer whose tokens read a state in place of one another, so that it has no rows in the KV pool. Between pieces
-    of a forward it runs where attention does."""
-
-    def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
-        """The result of ``project`` → what the output's projection reads, [T, num_heads * head_dim] of ``heads``. Reads
-        and writes the slots ``rows`` of the layer's ``state``."""
-        raise NotImplementedError
-
-    def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        assert batch.states is not None, "recurrent layers have states"
-        return self.mix(projected, batch.states.layers[self.layer_id], batch.states.rows)
-
-    def attend_between_pieces(self, batch: ForwardBatch) -> None:
-        assert batch.buffers is not None, "only a forward in pieces has buffers"
-        tensors = batch.buffers.tensors
-        tensors[self._attended_buffer].copy_(self.attend(tensors[self._projected_buffer], batch))
 
 
 class GatedDeltaNet(RecurrentMixer):

@@ -8,9 +8,8 @@ import torch
 
 from fenceline.config import state_layout
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite
+from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerSite, RecurrentMixer
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.gated_delta_net import RecurrentMixer
 from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.recurrence import DeltaGates
 from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, MergedColumnParallelLinear, RowParallelLinear

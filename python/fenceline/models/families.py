@@ -26,6 +26,7 @@ from fenceline.layers.experts import ExpertNames, ExpertsMLP
 from fenceline.layers.gated_delta_net import GatedDeltaNet
 from fenceline.layers.kimi_delta_attention import KimiDeltaAttention
 from fenceline.layers.latent_attention import LatentAttention
+from fenceline.layers.short_convolution import ShortConvolution
 from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
 from fenceline.models.vision import TOWERS
@@ -171,6 +172,38 @@ def _kimi_linear_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]
     return ((name.replace(".block_sparse_moe.", ".mlp."), tensor) for name, tensor in weights)
 
 
+def _lfm2(site: LayerSite) -> DecoderLayer:
+    """LFM2 (Liquid AI, 2025, arXiv:2511.23404): gated short convolutions, and attention with normalised heads in some
+    layers."""
+    attention: TokenMixer
+    if site.index in site.config.recurrent_layers:
+        attention = ShortConvolution(site, ConfigReader(site.config.hf_config).switch("conv_bias"))
+    else:
+        attention = SelfAttention(site, qk_norm=True)
+    return DecoderLayer(attention, GatedMLP(site))
+
+
+_LFM2_NAMES = {
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+    ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    "model.embedding_norm.": "model.norm.",
+}
+
+
+def _lfm2_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors under the usual names."""
+    for name, tensor in weights:
+        for theirs, ours in _LFM2_NAMES.items():
+            name = name.replace(theirs, ours)
+        yield name, tensor
+
+
 def _minicpm3(site: LayerSite) -> DecoderLayer:
     """MiniCPM3 (OpenBMB, 2024, arXiv:2404.06395): latent attention, an MLP, and multipliers of embeddings, branches and
     logits."""
@@ -304,6 +337,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "GptOssForCausalLM": Architecture(_gpt_oss),
         "GraniteForCausalLM": Architecture(_llama),
         "KimiLinearForCausalLM": Architecture(_kimi_linear, _kimi_linear_weights),
+        "Lfm2ForCausalLM": Architecture(_lfm2, _lfm2_weights),
         "LlamaForCausalLM": Architecture(_llama),
         "MiMoForCausalLM": Architecture(_qwen2),
         "MiniMaxM2ForCausalLM": Architecture(_minimax_m2),
