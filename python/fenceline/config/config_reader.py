@@ -39,7 +39,8 @@ _NO_EFFECT = frozenset(
         "temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens",
         # They repeat others in the words of the checkpoint's authors.
         "experts_per_token", "initial_context_length", "mlp_intermediate_size", "num_mtp_modules",
-        "mtp_transformer_layers", "use_routing_bias", "block_dim", "num_heads", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+        "mtp_transformer_layers", "use_routing_bias", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+        "block_dim", "num_heads",
         # They are read with a tower; texts have the same position on all axes.
         "rope_parameters.mrope_section", "rope_parameters.mrope_interleaved",
         # It counts only with use_sliding_window.
