@@ -130,6 +130,7 @@ EVENTS: dict[str, str] = {
     "load behind a picture": "or on the host",
     "retraction with pictures": "",
     "drafts behind a picture": "",
+    "a draft sees the next chunk's picture": "its row of a token is computed from the tokens behind it",
     # the rest
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
     "new weights with requests running": "which are computed again with these",
@@ -257,6 +258,8 @@ class Watch:
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
             end = req.allocated_len
             self.note("a chunk ends inside a picture", any(one.offset < end < one.end for one in req.images))
+            read_end = end if chunk.image_rows is None else end + len(chunk.image_rows) - len(chunk.token_ids)
+            self.note("a draft sees the next chunk's picture", any(end <= one.offset < read_end for one in req.images))
             self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
 
     def _sampled_early(self, *_: object) -> None:
