@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -212,6 +213,11 @@ class HttpServer(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 cast(HttpProtocol, connection).check_pace()
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, and write the lines of the last answers."""
+        await super().shutdown(sockets)
+        self.access_log.write()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import time
 
 import orjson
@@ -599,6 +600,29 @@ async def test_an_access_line_is_written_at_the_next_tick(caplog: pytest.LogCapt
         await server.on_tick(1)
     assert [message.partition(" - ")[2] for message in caplog.messages] == ['"GET /v1/models HTTP/1.1" 200']
     assert before <= caplog.records[0].created <= after, "the time of the answer"
+
+
+async def test_the_last_access_lines_are_written_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    server = HttpServer(app, resolve(ServerArgs(model_path="demo", device="cpu")))
+    sock = socket.create_server(("127.0.0.1", 0))
+    with caplog.at_level(logging.INFO):
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        while not server.started:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        while not app.paths:
+            await asyncio.sleep(0)
+        server.should_exit = True
+        while sock.fileno() >= 0:
+            await asyncio.sleep(0.01)  # until the last tick is over
+        app.gate.set()
+        assert b"200 OK" in await reader.read()
+        writer.close()
+        await serving
+    assert any('"GET /v1/models HTTP/1.1" 200' in message for message in caplog.messages)
 
 
 async def test_who_takes_too_little_of_his_answer_is_dropped() -> None:
