@@ -16,8 +16,8 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
 from fenceline.constrained.spec import GrammarKind, GrammarSpec, ThinkTokens
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
-from fenceline.entrypoints.video_parts import frame_times, frame_urls, video_source
-from fenceline.frontend.request_prepare import check_num_images
+from fenceline.entrypoints.video_parts import frame_times, frame_urls, num_frames, video_source
+from fenceline.frontend.request_prepare import check_num_media
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
@@ -166,9 +166,16 @@ def _check_counts(body: GenerateBody) -> None:
             check_num_params(one.stop, one.stop_token_ids, one.logit_bias)
     if body.input_ids and isinstance(body.input_ids[0], list):  # a mixture is refused later, see _prompts
         check_num_requests(len(body.input_ids), 1)
-    if isinstance(body.image_data, list):
-        given = [one if isinstance(one, list) else [one] for one in body.image_data]
-        check_num_images([ImageSource("", url) for urls in given for url in urls if url])
+    videos = [one if isinstance(one, str) else one.video for one in _listed(body.video_data)]
+    check_num_media(len(_listed(body.image_data)), sum(map(num_frames, videos)))
+
+
+def _listed(given: str | M | list[str | M | list[str | M | None] | None] | None) -> list[str | M]:
+    """All images, or videos, of a body."""
+    listed: list[str | M] = []
+    for one in given if isinstance(given, list) else [given]:
+        listed += [each for each in (one if isinstance(one, list) else [one]) if each]
+    return listed
 
 
 def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:

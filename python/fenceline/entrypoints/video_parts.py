@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from fenceline.config.request_limits import MAX_BODY_FRAMES, MAX_IMAGE_CHARS
+from fenceline.config.request_limits import MAX_IMAGE_CHARS
 from fenceline.frontend.request_types import ImageSource, VideoSource
 from fenceline.images.video import FrameTimes
 
@@ -20,7 +20,7 @@ _MOST_FPS = 1e3
 
 def frame_urls(video: object) -> list[str]:
     """The images of which ``video`` consists: a list of their URLs, or one URL with all of them. Raises ValueError,
-    whose text goes on after "a video"."""
+    whose text goes on after "a video". Count its frames first (:func:`num_frames`), of which there may be millions."""
     if isinstance(video, str):
         found = _FRAMES_URL.match(video, 0, _MAX_PREFIX_CHARS)
         if found is None:
@@ -28,11 +28,9 @@ def frame_urls(video: object) -> list[str]:
                 "that is no list of frames, and video files are not decoded here: send its frames, as in "
                 '{"type": "video", "video": [image URLs], "fps": 2.0}, or as data:video/jpeg;base64,JPEG,JPEG,...'
             )
-        _check_number(video.count(",", found.end()) + 1)
         return video[found.end() :].split(",")
     if not isinstance(video, list | tuple) or not video:
         raise ValueError("without frames: send a list of image URLs")
-    _check_number(len(video))
     for index, url in enumerate(video):
         if not isinstance(url, str) or not url:
             raise ValueError(f"whose frame {index} is not the URL of an image")
@@ -41,9 +39,11 @@ def frame_urls(video: object) -> list[str]:
     return list(video)
 
 
-def _check_number(num_frames: int) -> None:
-    if num_frames > MAX_BODY_FRAMES:
-        raise ValueError(f"of {num_frames} frames, at most {MAX_BODY_FRAMES} are allowed in one body")
+def num_frames(video: object) -> int:
+    """How many frames ``video`` has at most, before anything is made of them."""
+    if isinstance(video, str):
+        return max(video.count(","), 1)
+    return len(video) if isinstance(video, list | tuple) else 1
 
 
 def frame_times(part: Mapping[str, object], num_frames: int) -> FrameTimes:

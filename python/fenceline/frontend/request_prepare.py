@@ -218,9 +218,14 @@ def check_positions(num_tokens: int, images: Sequence[ImageInput], limits: Sched
 def check_num_images(images: Iterable[MediaSource]) -> None:
     """Raise RequestError for more images, or frames of videos, than the prompts of one body may have together."""
     counts = [(1, 0) if isinstance(image, ImageSource) else (0, len(image.frames)) for image in images]
+    check_num_media(sum(num for num, _ in counts), sum(num for _, num in counts))
+
+
+def check_num_media(num_images: int, num_frames: int) -> None:
+    """As :func:`check_num_images`."""
     for total, most, what, param in (
-        (sum(num for num, _ in counts), MAX_BODY_IMAGES, "images", "image_data"),
-        (sum(num for _, num in counts), MAX_BODY_FRAMES, "frames of videos", "video_data"),
+        (num_images, MAX_BODY_IMAGES, "images", "image_data"),
+        (num_frames, MAX_BODY_FRAMES, "frames of videos", "video_data"),
     ):
         if total > most:
             raise RequestError(

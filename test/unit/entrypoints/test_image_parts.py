@@ -128,8 +128,6 @@ def test_templates_get_no_urls() -> None:
         ({"type": "video", "video": "https://a.org/a.mp4"}, "video files are not decoded here: send its frames, as in"),
         ({"type": "video", "video": []}, "a video without frames"),
         ({"type": "video", "video": [URL, 3]}, "a video whose frame 1 is not the URL of an image"),
-        ({"type": "video", "video": [URL] * 1025}, "a video of 1025 frames, at most 1024"),
-        ({"type": "video_url", "video_url": "data:video/jpeg;base64," + "," * 1024}, "a video of 1025 frames"),
         ({"type": "video", "video": [URL], "fps": 0}, "a video whose fps is not a number above 0"),
         ({"type": "video", "video": [URL], "fps": "fast"}, "a video whose fps is not a number above 0"),
         ({"type": "video", "video": [URL], "fps": 10**18}, "a video whose fps is not a number above 0"),
@@ -169,6 +167,22 @@ def test_videos_of_a_chat_completion() -> None:
     ]
     [first, *_] = body.images()
     assert isinstance(first, VideoSource) and {frame.max_pixels for frame in first.frames} == {5000}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"type": "video", "video": [URL] * 1025}],
+        [{"type": "video_url", "video_url": "data:video/jpeg;base64," + "," * 1024}],
+        [
+            {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + "," * 512}},
+            {"type": "video", "video": [URL] * 512},
+        ],
+    ],
+)
+def test_frames_of_a_chat_are_counted_before_they_are_made(parts: list[object]) -> None:
+    with pytest.raises(RequestError, match="has 1025 frames of videos, at most 1024 are allowed"):
+        chat([TEXT], parts)
 
 
 def test_routes_without_videos_refuse_them() -> None:

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from fenceline.config.request_limits import (
+    MAX_BODY_FRAMES,
     MAX_IMAGE_CHARS,
     MAX_MESSAGES,
     MAX_REQUESTS,
@@ -35,7 +36,7 @@ from fenceline.config.request_limits import (
     MAX_TOOLS_BYTES,
 )
 from fenceline.entrypoints.fields import WITHOUT_EFFECT, Refused
-from fenceline.entrypoints.video_parts import frame_times, frame_urls, video_source
+from fenceline.entrypoints.video_parts import frame_times, frame_urls, num_frames, video_source
 from fenceline.frontend.request_types import IMAGE_DETAILS, ImageDetail, ImageSource, MediaSource, VideoSource
 
 MAX_TOP_LOGPROBS = 20
@@ -232,11 +233,14 @@ class VideoPart(StrictModel):
 def _video_part(part: Mapping[str, object]) -> Mapping[str, object]:
     """``part`` as a :class:`VideoPart`, from that or from vLLM's form. Raises ValueError, whose text goes on after "a
     video"."""
-    url = part.get("video_url")
-    video = part.get("video") if part.get("type") == "video" else url.get("url") if isinstance(url, dict) else url
-    frames = frame_urls(video)
+    frames = frame_urls(_video_of(part))
     frame_times(part, len(frames))
     return {**part, "type": "video", "video": frames}
+
+
+def _video_of(part: Mapping[str, object]) -> object:
+    url = part.get("video_url")
+    return part.get("video") if part.get("type") == "video" else url.get("url") if isinstance(url, dict) else url
 
 
 def image_part(url: object, detail: object, place: str) -> ImagePart:
@@ -296,14 +300,20 @@ def _known_parts(value: object) -> object:
 
 
 def _not_too_many(messages: object) -> object:
-    """Check the number of messages and of their parts before any of them is validated."""
+    """Check the number of messages, of their parts and of their videos' frames before any of them is validated."""
     if isinstance(messages, list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        contents = [content for content in contents if isinstance(content, list)]
+        num_parts = sum(map(len, contents))
         if max(len(messages), num_parts) > MAX_MESSAGES:
             raise ValueError(
                 f"has {len(messages)} messages with {num_parts} parts, at most {MAX_MESSAGES} of each are allowed"
             )
+        parts = [part for content in contents for part in content if isinstance(part, dict)]
+        videos = [_video_of(part) for part in parts if part.get("type") in ("video", "video_url")]
+        total = sum(map(num_frames, videos))
+        if total > MAX_BODY_FRAMES:
+            raise ValueError(f"has {total} frames of videos, at most {MAX_BODY_FRAMES} are allowed in one body")
     return messages
 
 

@@ -425,3 +425,13 @@ async def test_videos_of_each_prompt(model_dir, fields, places):
     with pytest.raises(RequestError, match=r"video_data\[1\]: it is a video that is no list of frames"):
         body = parse_generate(orjson.dumps({"text": "a", "video_data": [FRAMES, "a.mp4"]}), UnknownFields(strict=True))
         await expand(body, config, "r")
+
+
+@pytest.mark.parametrize(
+    "videos", [["data:video/jpeg;base64," + "x," * 600] * 2, [[{"video": ["x"] * 513}], [{"video": ["x"] * 512}]]]
+)
+def test_frames_of_a_body_are_counted_before_they_are_made(videos):
+    """A frame may have two characters, and becomes objects of hundreds of bytes."""
+    with pytest.raises(RequestError, match="frames of videos together, at most 1024 are allowed") as caught:
+        parse_generate(orjson.dumps({"text": "a", "video_data": videos}), UnknownFields(strict=True))
+    assert (caught.value.status, caught.value.param) == (400, "video_data")
