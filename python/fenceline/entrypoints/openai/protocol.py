@@ -302,8 +302,8 @@ def _known_parts(value: object) -> object:
 def _not_too_many(messages: object) -> object:
     """Check the number of messages, of their parts and of their videos' frames before any of them is validated."""
     if isinstance(messages, list):
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        contents = [content for content in contents if isinstance(content, list)]
+        given = [message.get("content") for message in messages if isinstance(message, dict)]
+        contents = [content for content in given if isinstance(content, list)]
         num_parts = sum(map(len, contents))
         if max(len(messages), num_parts) > MAX_MESSAGES:
             raise ValueError(
