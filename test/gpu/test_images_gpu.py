@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draft_checkpoints import save_vision_draft
 from scheduler_driver import Driver
-from vision_cases import VISION_MODELS, cases_of, image_request, picture, save_vision_checkpoint, vision_driver
+from vision_cases import CASES, VISION_MODELS, cases_of, image_request, picture, save_vision_checkpoint, vision_driver
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.images.prepare import prepare
@@ -57,6 +58,30 @@ def test_answers_are_those_of_a_cpu(name: str, flags: dict[str, Any], tmp_path: 
     if "disable_cuda_graph" not in flags:
         assert runner.prefill_graphs is not None and runner.prefill_graphs.stats.replays
         assert runner.decode.stats.replays
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        ("Qwen2_5_VLForConditionalGeneration", "EAGLE3", 1),
+        ("Qwen3VLForConditionalGeneration", "NEXTN", 2),
+        ("Gemma3ForConditionalGeneration", "EAGLE3", 1),
+    ],
+    ids=lambda draft: f"{draft[0]}-{draft[1]}",
+)
+def test_drafts_that_see_images_fare_as_on_a_cpu(draft: tuple[str, str, int], tmp_path: Path) -> None:
+    """At this temperature many proposals are accepted. Of equal tokens a few may be proposed otherwise."""
+    made, found = save_vision_draft(*draft, tmp_path), []
+    for device in ("cpu", "cuda"):
+        driver = vision_driver(made.directory, device, **made.flags)
+        sent = [image_request(driver, f"r{i}", *case, temperature=2.0, seed=i) for i, case in enumerate(CASES)]
+        driver.send(*sent)
+        driver.run()
+        counts = [answer.last.spec for answer in driver.answers.values() if answer.last is not None]
+        accepted = sum(spec.num_accepted for spec in counts if spec is not None)
+        found.append((accepted, [driver.answers[req.rid].output_ids for req in sent]))
+    (on_cpu, expected), (on_gpu, tokens) = found
+    assert tokens == expected and on_cpu > 2 and abs(on_gpu - on_cpu) <= 2
 
 
 @pytest.mark.parametrize("runs", [((16, 4784),), ((1, 4), (1, 16_384)), _WINDOWS], ids=["images", "sizes", "windows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
+from vision_cases import save_vision_checkpoint
 
 VOCAB, TARGET_SIZE, TARGET_LAYERS = (101, 48, 3)  # vocabulary, hidden size and layers of the targets in model_parity
 
@@ -221,3 +223,27 @@ def _linear(name: str, in_size: int, out_size: int, bias: bool) -> Tensors:
 
 def _ones_about(size: int) -> torch.Tensor:
     return 1 + 0.3 * torch.randn(size)
+
+
+@dataclass
+class VisionDraft:
+    """A target of ``vision_cases`` with a draft of it: transformers' model, the target's folder, the draft's flags and
+    its checkpoint."""
+
+    target: transformers.PreTrainedModel
+    directory: Path
+    flags: dict[str, object]
+    draft: DraftCheckpoint
+
+
+def save_vision_draft(name: str, algorithm: str, num_layers: int, folder: Path) -> VisionDraft:
+    """An EAGLE3 draft of that architecture, or a NEXTN one of so many layers."""
+    target = save_vision_checkpoint(name, folder / "target")
+    flags: dict[str, object] = {"speculative_algorithm": algorithm, "speculative_num_steps": num_layers}
+    if algorithm == "NEXTN":
+        return VisionDraft(target, folder / "target", flags, add_mtp(folder / "target", num_layers))
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]} if "Qwen" in name else None
+    others = {"head_dim": 16, "rope_scaling": rope, "max_position_embeddings": 512}
+    draft = random_eagle3(Random(zlib.crc32(name.encode())), 120, TARGET_SIZE, others)
+    flags |= {"speculative_draft_model_path": str(draft.save(folder / "draft")), "speculative_num_steps": 2}
+    return VisionDraft(target, folder / "target", flags, draft)

@@ -3,26 +3,24 @@ whether a prompt is computed or found in a cache."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from random import Random
+from functools import cache
 
 import pytest
 import torch
 import transformers
-from draft_checkpoints import DraftCheckpoint, add_mtp, random_eagle3
+from draft_checkpoints import VisionDraft, save_vision_draft
 from draft_reference import Reference, TargetStates
 from scheduler_driver import Driver
-from vision_cases import CASES, IMAGE, ONE, Case, image_request, picture, processor_of, save_vision_checkpoint
+from vision_cases import CASES, IMAGE, ONE, Case, image_request, picture, processor_of
 from vision_cases import vision_driver as make_driver
 
 from fenceline.ipc.io_struct import ContinueGenerationReq, PauseGenerationReq, SpecCounts
 from fenceline.layers.forward_batch import ForwardBatch, ForwardMode
 from fenceline.model_executor.model_runner import ModelRunner
 
-VOCAB, SIZE = 120, 48  # of the models of vision_cases
+SIZE = 48  # of the hidden states in vision_cases
 # Architectures with the kind of draft, and its number of layers.
 DRAFTS = [
     ("Qwen2_5_VLForConditionalGeneration", "EAGLE3", 1),
@@ -34,42 +32,12 @@ DRAFTS = [
 ]
 
 
-@dataclass
-class Made:
-    """A target with a draft of it: transformers' model, the target's folder, the draft's flags and its checkpoint."""
-
-    target: transformers.PreTrainedModel
-    directory: Path
-    flags: dict[str, object]
-    draft: DraftCheckpoint
-    num_layers: int
-
-
-Make = Callable[[str, str, int], Made]
+Make = Callable[[str, str, int], VisionDraft]
 
 
 @pytest.fixture(scope="module")
 def made_of(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    made: dict[tuple[str, str, int], Made] = {}
-
-    def make(name: str, algorithm: str, num_layers: int) -> Made:
-        key = name, algorithm, num_layers
-        if key not in made:
-            folder = tmp_path_factory.mktemp("model")
-            target = save_vision_checkpoint(name, folder / "target")
-            flags: dict[str, object] = {"speculative_algorithm": algorithm, "speculative_num_steps": num_layers}
-            if algorithm == "NEXTN":
-                draft = add_mtp(folder / "target", num_layers)
-            else:
-                rope = {"rope_type": "default", "mrope_section": [2, 3, 3]} if "Qwen" in name else None
-                others = {"head_dim": 16, "rope_scaling": rope, "max_position_embeddings": 512}
-                draft = random_eagle3(Random(zlib.crc32(name.encode())), VOCAB, SIZE, others)
-                flags |= {"speculative_draft_model_path": str(draft.save(folder / "draft"))}
-                flags |= {"speculative_num_steps": 2}
-            made[key] = Made(target, folder / "target", flags, draft, num_layers)
-        return made[key]
-
-    return make
+    return cache(lambda *case: save_vision_draft(*case, tmp_path_factory.mktemp("model")))
 
 
 @dataclass
@@ -120,7 +88,7 @@ def seen_by(model: transformers.PreTrainedModel, ids: list[int], case: Case) -> 
     )  # fmt: skip
 
 
-def reference_of(made: Made, seen: Seen, ids: torch.Tensor, driver: Driver) -> tuple[Reference, torch.Tensor]:
+def reference_of(made: VisionDraft, seen: Seen, ids: torch.Tensor, driver: Driver) -> tuple[Reference, torch.Tensor]:
     """A plain draft for this prompt, and the hidden states of its first step."""
     draft, target = made.draft, made.target
     tables = target.get_input_embeddings().weight, target.get_output_embeddings().weight
@@ -244,3 +212,17 @@ def test_retracted_requests_propose_again(made_of: Make, name: str, algorithm: s
         driver.run()
         answers.append([driver.answers[one.rid].output_ids for one in sent])
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_model_that_is_its_own_draft_is_right_about_images(made_of: Make) -> None:
+    """It sees the same embeddings at the same positions, so that all of its proposals are accepted."""
+    directory = made_of(*DRAFTS[0]).directory
+    flags = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(directory)}
+    driver = make_driver(directory, speculative_num_steps=3, **flags)
+    for index, case in enumerate(CASES):
+        driver.send(image_request(driver, f"r{index}", *case, max_new_tokens=9))
+    driver.run()
+    for index in range(len(CASES)):
+        last = driver.answers[f"r{index}"].last
+        assert last is not None and last.spec is not None
+        assert last.spec.num_accepted == last.spec.num_drafts == 6, "in two steps of three"
