@@ -110,6 +110,9 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             dense = {"num_attention_heads": 8, "num_key_value_heads": 4}
             has_latents = family in ("deepseek-v2", "deepseek-v3.2", "glm-5")
             sizes = LATENT if has_latents else dense if family in ("phi3", "glm4") else WITH_EXPERTS
+            if family in ("qwen3-next", "qwen3.5-moe"):  # queries, keys and values of whole blocks
+                sizes = {**sizes, **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)}
+                sizes["layer_types"] = ["linear_attention", "full_attention"]
             save_checkpoint(family, made[family], SIZES | sizes)
         return made[family]
 
@@ -229,6 +232,13 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
         r".*self_attn.*|.*shared_experts.*|.*mlp\.\w+_proj",
     ),
     ("mixtral", "gptq", {"modules_to_not_convert": ["block_sparse_moe"]}, r".*block_sparse_moe.*"),
+    ("qwen3-next", "fp8-blocks", {"modules_to_not_convert": ["mlp.gate", "linear_attn.in_proj_ba"]}, ""),
+    (
+        "qwen3.5-moe",
+        "fp8-blocks",
+        {"modules_to_not_convert": ["mlp.gate", "linear_attn.in_proj_b", "linear_attn.in_proj_a"]},
+        "",
+    ),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from recurrence_cases import KINDS, UNDONE, Kind, alone, step, token_by_token
 
 from fenceline.config.state_layout import GRID
+from fenceline.layers.kernels.recurrence import DeltaGates, delta_inputs, gated_norm
 from fenceline.layers.recurrent_state import StateRows, empty_states
 
 
@@ -91,3 +94,25 @@ def test_states_after_a_step_are_where_the_rows_say() -> None:
         slots=torch.tensor([1, 2, 3]),
     )
     assert rows.absorbed_after().tolist() == [0, 64, 128]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([(6, 2, 12, 20), (3, 3, 16, 16), (2, 1, 128, 128)]), st.booleans())
+def test_inputs_and_norms_do_not_depend_on_other_tokens(
+    num_tokens: int, sizes: tuple[int, int, int, int], by_channel: bool
+) -> None:
+    heads, key_heads, key_dim, value_dim = sizes
+    generator = torch.Generator().manual_seed(num_tokens)
+    draw = partial(torch.randn, generator=generator)
+    num_decays = heads * key_dim if by_channel else heads
+    gates = DeltaGates(draw(heads), draw(num_decays), key_heads, key_dim)
+    mixed = draw(num_tokens, 2 * key_heads * key_dim + heads * value_dim)
+    a, b, weight = draw(num_tokens, num_decays) * 10, draw(num_tokens, heads), draw(value_dim)
+    together = delta_inputs(mixed, a, b, gates)
+    gate = draw(num_tokens, heads, value_dim)
+    normed = gated_norm(together[2], gate, weight, 1e-6)
+    for token in range(num_tokens):
+        own = slice(token, token + 1)
+        for whole, one in zip(together, delta_inputs(mixed[own], a[own], b[own], gates), strict=True):
+            assert torch.equal(whole[own], one)
+        assert torch.equal(normed[own], gated_norm(together[2][own], gate[own], weight, 1e-6))
