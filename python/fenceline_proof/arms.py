@@ -187,7 +187,7 @@ _GUARD_ARMS = (
     Arm("ends_at_state", "guard", "states", _by_guard(TagError.checker, "ends_at_state")),
     Arm("row_state", "guard", "states", _by_guard(TagError.checker, "row_state")),
     Arm("snapshot_after", "guard", "states", _by_guard(TagError.checker, "snapshot_after")),
-    Arm("committed_state", "guard", "states", _by_guard(TagError.checker, "committed_state")),
+    Arm("committed_state", "guard", "states", _by_guard(TagError.checker, "committed_state"), first=6),
     Arm("new_weights", "guard", "new_weights", _by_report(r"it on default ")),
     Arm("old_kv", "guard", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),
     Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),

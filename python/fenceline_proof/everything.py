@@ -435,8 +435,10 @@ def _with_states(random: Random, flags: Flags) -> Flags:
     own = Random(str(random.getstate()[1][:8]))
     if "model" in flags or own.random() < 0.3:
         return flags
-    refused = ("hicache_", "enable_hierarchical", "speculative_", "piecewise_", "draft", "depth_seed", "retract_policy")
-    refused += ("bad_days", "least_tokens", "debug_cuda_graph")
+    refused = (
+        "hicache_", "enable_hierarchical", "speculative_", "piecewise_", "draft", "depth_seed", "retract_policy",
+        "bad_days", "least_tokens", "debug_cuda_graph",
+    )  # fmt: skip
     kept = {name: value for name, value in flags.items() if not name.startswith(refused)}
     if not flags.get("disable_radix_cache"):
         kept["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + own.choice((1, 3, 16))

@@ -69,7 +69,7 @@ class _Views:
         typed: torch.dtype = getattr(torch, dtype)
         first, nbytes = self._first, math.prod(shape) * typed.itemsize
         self._first += _aligned(nbytes)
-        return self._slots[:, first : first + nbytes].view(typed).unflatten(1, tuple(shape))
+        return self._slots[:, first : first + nbytes].view(typed).view(len(self._slots), *shape)
 
 
 def _aligned(nbytes: int) -> int:
