@@ -539,7 +539,10 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     if config.hicache is None or worker.hicache is None:
         lookahead = 0 if draft is None else draft.lookahead
         snapshots = None if worker.states is None else worker.states.snapshots
-        tree = RadixCache(pages, page_size, config.server_args.disable_radix_cache, lookahead, snapshots)
+        # Without snapshots no prefix is ever found, so none need be kept, nor waited for.
+        is_useless = snapshots is not None and not snapshots.num_free
+        disabled = config.server_args.disable_radix_cache or is_useless
+        tree = RadixCache(pages, page_size, disabled, lookahead, snapshots)
     else:
         tiers = HiCache(pages, worker.hicache, config, worker.storage)
         tree = tiers.tree

@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from scheduler_driver import Driver, assert_right, capacity, expected_output, make_driver, request
+from scheduler_driver import Driver, assert_right, capacity, expected_output, make_driver, prefills, request
 from token_worker import TokenWorker
 
 from fenceline.ipc.io_struct import (
@@ -95,6 +95,15 @@ def test_a_snapshot_may_go_in_the_step_that_reads_it() -> None:
     driver.run()
     assert_right(driver, first, second)
     assert driver.answers["b"].last.cached_tokens == 16
+
+
+def test_without_snapshots_samples_do_not_wait_for_one_another() -> None:
+    """They would find nothing."""
+    driver = make_driver(num_snapshots=0, chunked_prefill_size=128)
+    steps = prefills(driver)
+    driver.send(*(request(rid, _prompt(1, 41), body=1, max_new_tokens=2) for rid in "ab"))
+    driver.run()
+    assert steps == [[41, 41]]
 
 
 def test_a_retracted_request_answers_the_same() -> None:
