@@ -526,12 +526,7 @@ def _linear_layers(kinds: tuple[str, ...], num_layers: int) -> frozenset[int]:
         raise ConfigError(
             f"config.json: layer_types must say linear_attention or full_attention of each of the {num_layers} layers"
         )
-    layers = frozenset(i for i in range(num_layers) if kinds[i] == "linear_attention")
-    if len(layers) == num_layers:
-        raise ConfigError(
-            f"config.json: all {num_layers} layers are linear_attention, at least one must be full_attention"
-        )
-    return layers
+    return frozenset(i for i in range(num_layers) if kinds[i] == "linear_attention")
 
 
 def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = False) -> ExpertsConfig:
