@@ -258,9 +258,7 @@ class ModelConfig:
         indexer = None if family.indexer is None else family.indexer(reader, num_layers)
         recurrent = None if family.recurrent is None else family.recurrent(reader, num_layers)
         if recurrent is not None and len(recurrent.layers) == num_layers:
-            raise ConfigError(
-                f"config.json: none of the {num_layers} layers attends, at least one must be full_attention"
-            )
+            raise ConfigError(f"config.json: none of {num_layers} layers attends, at least one must be full_attention")
         if recurrent is None:
             _check_layer_types(reader, windows, num_layers, ("full_attention",) if indexer is None else _INDEXED)
         experts = _experts(family, reader, num_layers, experts_format)
