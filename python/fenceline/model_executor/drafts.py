@@ -356,8 +356,8 @@ class HiddenDraft:
 
 
 class LayerDraft(HiddenDraft):
-    """A draft with a layer for each step. It proposes chains only. Rows of a prompt's last tokens that it computes again
-    are at the positions of text, whatever these tokens are: behind an image there is some in every chat template."""
+    """A draft with a layer for each step. It proposes chains only. Rows of a prompt's last tokens that it computes
+    again are at the positions of text, whatever these tokens are: behind an image every chat template has some."""
 
     def __init__(self, parts: DraftParts, num_layers: int) -> None:
         super().__init__(parts)
