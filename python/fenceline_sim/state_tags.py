@@ -109,7 +109,8 @@ class StepStates:
             states.copied(source, slot)
             if (source, slot) in self._before:
                 self._before.remove((source, slot))
-                if slot in self._in_tree:
+                is_last = all(other != slot for _, other in self._before)  # earlier ones are for requests that begin
+                if slot in self._in_tree and is_last:
                     states.check_slot(op, slot, self._in_tree[slot], "the tree's snapshot", COMMITTED_STATE)
             elif (source, slot) in self._after:
                 right = self._after[source, slot]
