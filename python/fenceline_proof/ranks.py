@@ -34,7 +34,6 @@ from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.answers import Transcript
 from fenceline_proof.bad_days import BadDays, order_calls
 from fenceline_proof.hicache_workloads import with_storage_limits
-from fenceline_proof.launched_attention import REFERENCE
 from fenceline_proof.oracle import Oracle
 from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import Flag, Flags, Scenario, Script
@@ -117,8 +116,6 @@ def _flags(script: Script) -> Flags:
         flags["model"] = model = random.choice(_MODELS)
         if model == "experts":
             flags["ep_size"] = random.choice((1, NUM_RANKS))
-        if model == "sparse":  # whose rows all ranks have, and keep once on the host
-            flags["attention_backend"] = REFERENCE
     return flags
 
 
