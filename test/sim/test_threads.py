@@ -151,7 +151,7 @@ def test_a_thread_that_the_gpu_did_not_start_is_refused() -> None:
 def test_threads_of_a_run_that_is_over_end() -> None:
     """One in the middle of its work, one that waits for a message, one that has not begun."""
     gpu = VirtualGpu(seed=1, policy="random")
-    before = threading.active_count()
+    others = threading.enumerate()  # which may end meanwhile
     done: list[str] = []
 
     def works() -> None:
@@ -169,10 +169,10 @@ def test_threads_of_a_run_that_is_over_end() -> None:
     while len(done) == 0 and gpu.num_calls < 200:
         gpu.synchronize_all()
     gpu.rotation.abandon()
-    for thread in threading.enumerate():
-        if thread.name in ("host:works", "host:waits", "host:late"):
-            thread.join(timeout=10)
-    assert threading.active_count() == before and done == ["waits"]
+    ours = [thread for thread in threading.enumerate() if thread not in others]
+    for thread in ours:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in ours) and done == ["waits"]
     gpu.synchronize_all()
 
 
