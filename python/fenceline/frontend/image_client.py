@@ -42,10 +42,12 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 class Least(NamedTuple):
-    """Of images: at least so many tokens, and bytes of pixels as the model gets them."""
+    """Of images: at least so many tokens, and bytes of pixels as the model gets them; and positions that pass within
+    videos."""
 
     num_tokens: int
     num_bytes: int
+    num_moments: int
 
 
 class ImageClient:
@@ -85,8 +87,7 @@ class ImageClient:
     def least(self, images: Sequence[MediaSource]) -> Least:
         """What the images and videos have at least, as far as their files' first bytes say. Raises RequestError (400)
         for those that are no images, or too large ones, and for frames of several sizes."""
-        least = [*map(self._least, images)]
-        return Least(sum(one.num_tokens for one in least), sum(one.num_bytes for one in least))
+        return Least(*map(sum, zip(*map(self._least, images), strict=True)))
 
     def _least(self, image: MediaSource) -> Least:
         files = (image,) if isinstance(image, ImageSource) else image.frames
@@ -105,7 +106,10 @@ class ImageClient:
                 _check_size((header.width, header.height), size)
             except ValueError as error:
                 raise _refused(file, str(error)) from None
-        return Least(num_tokens, num_tokens * settings.token_bytes)
+        num_moments = 0
+        if isinstance(image, VideoSource) and self.rules is not None and self.rules.video is not None:
+            num_moments = self.rules.video.moments(num_frames, image.times)[-1]
+        return Least(num_tokens, num_tokens * settings.token_bytes, num_moments)
 
     async def prepare(self, images: Sequence[MediaSource], num_bytes: int = 0, num_held: int = 0) -> list[ImageInput]:
         """The images as the model gets them, and each group of frames of videos. ``num_bytes``: what their pixels are

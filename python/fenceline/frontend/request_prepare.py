@@ -201,15 +201,14 @@ def check_num_tokens(num_tokens: int, limits: SchedulerReady) -> None:
         )
 
 
-def check_positions(num_tokens: int, images: Sequence[ImageInput], limits: SchedulerReady) -> None:
-    """Raise RequestError for a prompt of so many tokens whose videos take long, so that positions go on for longer than
-    the context is."""
-    num_positions = num_tokens + position_delta(images)
+def check_positions(num_positions: int, limits: SchedulerReady) -> None:
+    """Raise RequestError for a prompt whose videos take so long that its positions, at least so many, go on for longer
+    than the context is."""
     if num_positions >= limits.context_length:
         raise RequestError(
             400,
-            f"the frames of the prompt's videos are so far apart in time that it has {num_positions} positions, at most"
-            f" {limits.context_length - 1} are possible; give fps or timestamps with less time between frames",
+            f"the frames of the prompt's videos are so far apart in time that it has {num_positions} positions or more,"
+            f" at most {limits.context_length - 1} are possible; give fps or timestamps with less time between frames",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -65,6 +65,7 @@ from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.frontend.tokenize_pool import TokenizePool
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.images.image_input import ImageInput, expand_placeholders
+from fenceline.images.positions import position_delta
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
@@ -415,7 +416,9 @@ class TokenizerManager:
             check_placeholders(ids, inp.images, rules)
             if inp.images:
                 least = self._images.least(inp.images)
-                check_num_tokens(len(ids) - sum(num_placeholders(inp.images, rules)) + least.num_tokens, limits)
+                num_texts = len(ids) - sum(num_placeholders(inp.images, rules))
+                check_num_tokens(num_texts + least.num_tokens, limits)
+                check_positions(num_texts + least.num_moments, limits)
                 check_num_pixels(least.num_bytes, inp.images)
                 num_bytes += least.num_bytes
                 await asyncio.sleep(0)
@@ -427,7 +430,7 @@ class TokenizerManager:
                 given = islice(decoded, sum(num_placeholders(inp.images, rules)))
                 placed[key] = ids, images = expand_placeholders(ids, given, rules.placeholders)
                 check_num_tokens(len(ids), limits)
-                check_positions(len(ids), images, limits)
+                check_positions(len(ids) + position_delta(images), limits)
                 check_num_pixels(sum([len(one.pixels) for one in images]), inp.images)
         return [placed[key][0] for key in keys], [placed[key][1] for key in keys]
 

@@ -86,15 +86,19 @@ class VideoForm:
                 f" for each, written as {self.written}, and do not write the model's video tokens into texts"
             )
 
+    def moments(self, num_frames: int, times: FrameTimes) -> list[int]:
+        """How far the positions of each group are behind the first's; 0 where time is no axis of positions."""
+        num_groups = self.settings.num_groups(num_frames)
+        if not self.tokens_per_second:
+            return [0] * num_groups
+        return times.moments(num_groups, self.settings.group_size, self.tokens_per_second)
+
     def groups(self, frames: Sequence[ImageInput], times: FrameTimes) -> list[ImageInput]:
         """The groups of ``frames``, at least one, all of one size."""
-        size = self.settings.group_size
+        size, moves = self.settings.group_size, self.tokens_per_second > 0
         padded = [*frames, *[frames[-1]] * (-len(frames) % size)]
-        groups = [padded[start : start + size] for start in range(0, len(padded), size)]
-        if not self.tokens_per_second:
-            return [_joined(group, 0, False) for group in groups]
-        moments = times.moments(len(groups), size, self.tokens_per_second)
-        return [_joined(group, moment, i > 0) for i, (group, moment) in enumerate(zip(groups, moments, strict=True))]
+        moments = enumerate(self.moments(len(frames), times))
+        return [_joined(padded[i * size : (i + 1) * size], moment, moves and i > 0) for i, moment in moments]
 
 
 def _joined(frames: Sequence[ImageInput], moment: int, continues: bool) -> ImageInput:

@@ -406,11 +406,18 @@ async def test_a_placeholder_of_a_video_becomes_one_of_each_group(reads_videos: 
         await manager.submit(GenerateInput(text="a<v>"))
 
 
-async def test_frames_that_are_far_apart_have_too_many_positions(reads_videos: Bench) -> None:
+async def test_frames_that_are_far_apart_have_too_many_positions(
+    reads_videos: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = written(picture(28, 56), "PNG")
     slow = video(small, small, small, times=FrameTimes(stamps=(0.0, 1.0, 40.0)))
-    with pytest.raises(RequestError, match="so far apart in time that it has .. positions, at most 63"):
-        await reads_videos.manager.submit(GenerateInput(text="<v>", images=[slow]))
+    with monkeypatch.context() as without_decoding:
+        without_decoding.setattr(ImageClient, "_decoded", None)
+        with pytest.raises(RequestError, match="so far apart in time that it has .. positions or more, at most 63"):
+            await reads_videos.manager.submit(GenerateInput(text="<v>", images=[slow]))
+    close = replace(slow, times=FrameTimes(stamps=(0.0, 1.0, 30.0)))
+    with pytest.raises(RequestError, match="so far apart in time that it has .. positions or more, at most 63"):
+        await reads_videos.manager.submit(GenerateInput(text="bcd<v>", images=[close]))
     near = replace(slow, times=FrameTimes(stamps=(0.0, 1.0, 20.0)))
     await reads_videos.manager.submit(GenerateInput(text="<v>", images=[near]))
     [message] = reads_videos.link.requests()
