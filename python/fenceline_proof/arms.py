@@ -198,7 +198,7 @@ _GUARD_ARMS = (
     Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
     Arm("peer_words", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
     Arm("rank_results", "guard", "ranks", _by_ranks),
-    Arm("ended_on_all", "guard", "ranks", _by_ranks, first=10),
+    Arm("ended_on_all", "guard", "ranks", _by_ranks, first=27),
 )
 _SPECULATIVE_ARMS = (
     Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),
