@@ -291,6 +291,8 @@ class PrefillPlanner:
         remaining = size = req.num_tokens - start
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
+            if (fork := self._memory.fork(req)) > start:
+                size = min(size, fork - start)
         if self._prefix_work is not None:
             most = self._prefix_work.max_tokens(max(budget.work, 0.0), start)
             # Not less than the lookahead: so many tokens may be left of the prompt, and they cannot be split.

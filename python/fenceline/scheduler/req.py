@@ -151,9 +151,11 @@ class Req:
     allocated_len: int = 0
     committed_len: int = 0
     # Snapshots of its recurrent state that the tree is to get once their steps are published: after how many tokens,
-    # and in which slots. ``snapshot_len``: after how many the latest one is, its prefix's included.
+    # and in which slots. ``snapshot_len``: after how many the latest one is, its prefix's included. ``fork_len``: see
+    # RequestMemory.fork.
     snapshots: list[tuple[int, int]] = field(default_factory=list)
     snapshot_len: int = 0
+    fork_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
     num_verified: int = 0  # decode steps of the request, if the engine speculates
     num_drafts: int = 0  # draft tokens that were verified in them

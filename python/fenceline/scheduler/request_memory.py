@@ -231,6 +231,7 @@ class RequestMemory:
         The caller has locked the prefix's ``host_node`` for the request. Returns the Points after which the memory may
         be accessed. Pages of the prefix that are only on the host are loaded by :meth:`start_loads`."""
         assert not (req.row or req.pages or req.node or req.left), f"{req.rid} is admitted once"
+        req.fork_len = self.fork(req)
         match = prefix.match
         loaded = self._begin_load(match)
         num_new = self.num_pages_for(req.num_tokens) - len(match.pages) - len(loaded)
@@ -301,6 +302,17 @@ class RequestMemory:
         pages = result.pages[first:last]
         req.pages[first:last] = array("i", pages.tobytes())
         self.remaps.append(Remap(req, first, pages, self.tables.moved(req.row)))
+
+    def fork(self, req: Req) -> int:
+        """The last point of the grid up to which ``req`` and an earlier request have the same tokens, if no state is
+        kept there: one of its chunks ends there and leaves one, for all who begin as they do. Otherwise 0."""
+        if not self._grid:
+            return 0
+        if req.row:
+            return req.fork_len
+        match = self.match(req).match
+        num_same = match.num_known // self._grid * self._grid
+        return num_same if match.num_tokens < num_same < req.num_tokens // self._grid * self._grid else 0
 
     def snapshot(self, req: Req, num_tokens: int) -> Sequence[tuple[int, int]]:
         """The copies, at most one, that a step makes after its layers because it brings ``req`` to ``num_tokens``: of

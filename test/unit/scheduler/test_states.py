@@ -52,6 +52,21 @@ def test_each_chunk_of_a_prompt_leaves_a_state() -> None:
     assert _cached(driver, request("b", [*_prompt(1, 20), 3], max_new_tokens=1)) == 8
 
 
+def test_a_shared_beginning_is_found_from_the_third_request_on() -> None:
+    """The second one leaves a state where it parts from the first, whose own state is too far on for it. Then all who
+    begin so find that, and it costs no further step."""
+    driver = make_driver(num_snapshots=8, chunked_prefill_size=128)
+    steps = prefills(driver)
+    system = _prompt(1, 21)
+    assert [_cached(driver, request(f"r{n}", [*system, *[n] * 20], max_new_tokens=1)) for n in range(4)] == [
+        0,
+        0,
+        16,
+        16,
+    ]
+    assert steps == [[41], [16], [25], [25], [25]]
+
+
 def test_a_prompt_of_more_chunks_than_snapshots_keeps_its_last_states() -> None:
     driver = make_driver(num_snapshots=2, chunked_prefill_size=8)
     assert _cached(driver, request("a", _prompt(1, 60), max_new_tokens=1)) == 0

@@ -155,7 +155,7 @@ class MatchResult:
     page size, ``node`` the deepest node with device pages (the root if there is none). The pages stay the tree's:
     they are safe to read only while ``node`` is locked, and, where ``loading`` is not empty, after the Points of
     these tickets: loads that FORWARD has not waited for. ``state`` is the slot of the snapshot of the state after them,
-    0 if there are none, or no states.
+    0 if there are none, or no states. Behind ``num_tokens``, up to ``num_known``, there are pages without a state.
 
     ``num_host_tokens`` tokens (whole pages) follow that are only on the host, down to ``host_node``, which is
     ``node`` if there are none. ``version`` is that of ``node``, see :meth:`RadixCache.is_current`.
@@ -169,6 +169,7 @@ class MatchResult:
     loading: tuple[Ticket, ...] = ()
     version: int = 0
     state: int = 0
+    num_known: int = 0
 
     def on_device(self) -> MatchResult:
         """The same match without what is only on the host."""
@@ -300,12 +301,14 @@ class RadixCache:
         ignored. Splits the last node where the match ends inside it, and makes the matched path the most recently used.
         ``extra_key`` names an isolated namespace: prefixes of different namespaces never match."""
         path = self._walk(self._whole_pages(token_ids), extra_key)
+        num_known = sum(node.num_pages for node in path) * self.page_size
         if self.ends_at_states:
             while path[-1] is not self.root and not path[-1].state:
                 path.pop()
         pages = self._pages_of(path)
         node = path[-1]
-        return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version, state=node.state)
+        num_tokens = len(pages) * self.page_size
+        return MatchResult(pages, num_tokens, node, node, version=node.version, state=node.state, num_known=num_known)
 
     def is_current(self, match: MatchResult) -> bool:
         """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5): match
