@@ -152,6 +152,7 @@ class NullModel:
     num_heads = 1
     attention_rules: Mapping[int, object] = {}
     vision = None
+    state_specs: tuple[object, ...] = ()
 
     def __init__(self, num_rows: int) -> None:
         self.context = SimpleNamespace(shard=Shard(), dtype=torch.bfloat16)

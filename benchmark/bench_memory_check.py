@@ -46,6 +46,7 @@ class NullModel:
     num_layers = 1
     attention_rules: Mapping[int, object] = {}
     vision = None
+    state_specs: tuple[object, ...] = ()
 
     def __init__(self, vocab_size: int, num_rows: int) -> None:
         self.context = SimpleNamespace(shard=Shard(), dtype=torch.float32)

@@ -100,7 +100,8 @@ class CausalLM:
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """The output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden`` if given."""
-        batch = self.rotary.placed(batch)
+        if len(batch.positions) > 1:
+            batch = self.rotary.placed(batch)
         x, kept, images = self.embed(batch), batch.aux_hidden, batch.images
         if kept is not None:
             kept.keep(0, x)

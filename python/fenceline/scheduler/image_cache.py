@@ -58,7 +58,7 @@ class ImageCache:
         self._has_axes, self._sees_whole, self._most_computed = has_axes, sees_whole, most_computed
         self._lookahead = lookahead
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
-        self._planned: list[_Entry] = []  # of the step that is launched next
+        self.planned: list[_Entry] = []  # of the step that is launched next
         self.num_computed = 0  # images whose embeddings were computed
 
     def room(self, step: StepImages, images: Sequence[ImageInput], start: int, size: int, most: int) -> int:
@@ -128,9 +128,9 @@ class ImageCache:
 
     def launched(self, done: Point) -> None:
         """The planned step has been launched; ``done`` is when it has read its embeddings."""
-        for entry in self._planned:
+        for entry in self.planned:
             entry.after = Points.of(done)
-        self._planned.clear()
+        self.planned.clear()
 
     def check_memory(self) -> None:
         """Raises ``RuntimeError`` unless every leased row is an image's."""
@@ -140,7 +140,7 @@ class ImageCache:
 
     def clear(self) -> None:
         """Forget all embeddings, because the weights change. No step is being planned."""
-        assert not self._planned, "a planned step reads embeddings"
+        assert not self.planned, "a planned step reads embeddings"
         while self._entries:
             self._evict(next(iter(self._entries)))
 
@@ -153,7 +153,7 @@ class ImageCache:
                 self._entries[image.digest] = entry
                 step.encodes.append(Encode(image, entry.rows.astype(np.int64)))
                 self.num_computed += 1
-            self._planned.append(entry)
+            self.planned.append(entry)
             self._entries.move_to_end(image.digest)
         assert entry is not None and len(entry.rows) == size, "a digest stands for one size"
         return entry.rows

@@ -198,7 +198,7 @@ class Scheduler:
                 self.publisher.end(req, why, 400)
             self.publisher.output.flush()
             flight = self.masks.sampled()
-        if flight is not None:
+        if flight is not None and self.memory.images.planned:
             self.memory.images.launched(flight.result.done)  # a draft reads embeddings after the sampling
         if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
