@@ -59,6 +59,7 @@ def test_a_report_of_a_kernel_that_fails_has_its_line(monkeypatch: pytest.Monkey
     assert "by zero" in found.report and "failed at test_reports.py" in found.report, found.report
 
 
+@pytest.mark.long
 def test_a_plan_that_is_said_to_be_read_is_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise who waits for a plan's reader would wait for a later step too."""
     declare, former = VgpuDevice.declare, []

@@ -326,6 +326,7 @@ def test_hostile_images_are_no_server_errors(live: LiveServer) -> None:
     assert asyncio.run(_hostile(live.base_url, 80, seed=3)) == {200, 400}
 
 
+@pytest.mark.long
 def test_two_ranks_answer_the_client_of_sglang_14193(tmp_path: Path) -> None:
     """With sums of gloo: 1,025 tokens, twice, and images that end at the edge of a chunk."""
     save_vision_model(tmp_path)

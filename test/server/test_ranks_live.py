@@ -174,6 +174,7 @@ def test_the_openai_api_and_the_logprobs_of_a_chat(ranks: LiveServer) -> None:
             assert token["top_logprobs"][0]["logprob"] == token["logprob"]
 
 
+@pytest.mark.long
 def test_constrained_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
     """Beside each other and beside free ones, greedy and drawn, one with whole rows and one with logprobs."""
     pattern = r'\{"sum": [0-9]{2,4}, "words": \[("[a-z]{3,8}", ){2}"[a-z]{3,8}"\]\}'

@@ -24,6 +24,7 @@ CHECKS = (
 results = outcomes_of(__file__)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str, results: dict[str, str]) -> None:
     assert results[name] == ""
