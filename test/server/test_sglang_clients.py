@@ -223,7 +223,8 @@ def test_the_length_of_logprobs_counts_the_whole_answer(client: httpx.Client) ->
 
 
 def test_prompt_token_ids_come_once(client: httpx.Client) -> None:
-    body = {"input_ids": [491, 492], "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 3}}
+    params = {"max_new_tokens": 50, "ignore_eos": True}  # so many that they do not all come in one event
+    body = {"input_ids": [491, 492], "return_prompt_token_ids": True, "sampling_params": params}
     assert generate(client, **body)["prompt_token_ids"] == [491, 492]
     found = [
         event.get("prompt_token_ids") for event in events_of(client.post("/generate", json={**body, "stream": True}))

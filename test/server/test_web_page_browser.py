@@ -432,14 +432,26 @@ def test_images_are_chosen_pasted_dropped_and_sent(vision: LiveServer, open_page
     # By keyboard alone: two are chosen, the first is removed again.
     button = page.get_by_role("button", name="Add images")
     button.wait_for()
-    page.get_by_label("Message").focus()
-    page.keyboard.press("Shift+Tab")
-    with page.expect_file_chooser() as chooser:
-        page.keyboard.press("Enter")
-    assert chooser.value.is_multiple()
-    chooser.value.set_files(chosen)
+
+    def is_reached() -> bool:
+        page.get_by_label("Message").focus()
+        page.keyboard.press("Shift+Tab")
+        return bool(page.evaluate("document.activeElement.id === 'add-images'"))
+
+    chooser = None
+    for _ in range(3):  # a busy browser may take the key for one of long ago, after which it opens nothing
+        wait_for(is_reached)
+        try:
+            with page.expect_file_chooser(timeout=20_000) as choosing:
+                page.keyboard.press("Enter")
+        except playwright.TimeoutError:
+            continue
+        chooser = choosing.value
+        break
+    assert chooser is not None and chooser.is_multiple()
+    chooser.set_files(chosen)
     page.get_by_role("img", name="image 2, two.webp").wait_for()
-    assert page.evaluate("document.activeElement.id") == "text"
+    page.wait_for_function("document.activeElement.id === 'text'")
     for _ in range(3):
         page.keyboard.press("Shift+Tab")
     assert page.evaluate("document.activeElement.ariaLabel") == "Remove image 1, one.png"
@@ -483,7 +495,7 @@ def test_images_are_chosen_pasted_dropped_and_sent(vision: LiveServer, open_page
     assert urls[0] == data_url(chosen[1].read_bytes(), "image/webp") and urls[2] == data_url(DOT, "image/gif")
     shown = page.locator(".message.user").get_by_role("img")
     assert shown.evaluate_all("images => images.map((image) => image.src)") == urls
-    assert shown.evaluate_all("images => images.every((image) => image.naturalWidth > 0)")
+    wait_for(lambda: shown.evaluate_all("images => images.every((image) => image.naturalWidth > 0)"))
     # The model's answer is that to the same request of any client, the next turn has the images too.
     with vision.client() as client:
         body = sent[0] | {"stream": False, "stream_options": None}
