@@ -131,6 +131,7 @@ def test_everything_in_the_tables_has_an_arm_or_a_reason() -> None:
     assert {row.name for row in unarmed_rows()} == {"result_lease"}
 
 
+@pytest.mark.long
 def test_an_edge_that_another_path_covers_is_redundant(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two slots the input ring's fences are implied by the order in which the loop publishes results."""
     from fenceline.memory_order import InputRing

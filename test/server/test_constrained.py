@@ -81,6 +81,7 @@ def check_mixed_load(
     assert pairs[1][1]["output_ids"] == alone["output_ids"]  # who has no grammar is not touched by others'
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_generated_schemas_are_followed_under_mixed_load(engine: fenceline.Engine) -> None:
     """Those that reach the limit run alone in the end, and take most of the time."""

@@ -122,6 +122,7 @@ def test_a_wrong_page_is_reported_and_dumped(tmp_path: Path) -> None:
         assert "should name page 2; missing: step_slots or queued_match" in reason
 
 
+@pytest.mark.long
 def test_a_step_that_never_ends_is_dumped_by_the_watchdog(tmp_path: Path) -> None:
     with LiveServer.fake(*flags(tmp_path, "--watchdog-timeout", str(WATCHDOG_S)), entry="run_hanging_step") as server:
         streaming = {**BODY, "stream": True}

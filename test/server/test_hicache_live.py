@@ -82,6 +82,7 @@ def test_conversations_come_back_from_the_host(client: httpx.Client) -> None:
     assert "fenceline:load_back_bytes_total" in metrics
 
 
+@pytest.mark.long
 def test_storage_outlives_a_killed_server(client: httpx.Client, directory: Path) -> None:
     """What one server has written another finds, though nobody said goodbye."""
     expected = [generate(client, prompt)["output_ids"] for prompt in prompts()]

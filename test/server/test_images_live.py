@@ -237,6 +237,7 @@ def shown(*frames: Image.Image, **fields: object) -> list[Any]:
     return [{"role": "user", "content": [{"type": "text", "text": QUESTION}, video]}]
 
 
+@pytest.mark.long
 def test_videos_are_lists_of_frames(client: openai.OpenAI, live: LiveServer, model: Path) -> None:
     frames = [picture(60, 40, seed=seed) for seed in range(3)]
 
@@ -346,6 +347,7 @@ def test_two_ranks_answer_the_client_of_sglang_14193(tmp_path: Path) -> None:
     assert answers == answers_around(tmp_path, cases, "cpu")
 
 
+@pytest.mark.long
 def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, model: Path) -> None:
     with fenceline.Engine(str(model), device="cpu") as engine:
         params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -225,6 +225,7 @@ def test_a_killed_detokenizer_takes_the_server_down(sockets_dir: Path) -> None:
         assert_all_gone(children, sockets_dir)
 
 
+@pytest.mark.long
 def test_a_stopped_child_takes_the_server_down(sockets_dir: Path) -> None:
     """Each of the two kinds, in a server of its own; both wait for their watchdogs at the same time."""
     flags = ("run_fake_scheduler", "--watchdog-timeout", str(WATCHDOG_S))

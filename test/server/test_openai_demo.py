@@ -76,11 +76,16 @@ def test_each_token_of_the_hostile_stream_has_an_event(demo, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmark" / "hostile"))
     from beside import NUM_TOKENS, STREAM
 
-    with demo.client() as client:
-        lines = client.post("/v1/completions", json=STREAM).text.split("\n\n")
-    choices = [orjson.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
-    assert sum(len(choice["token_ids"]) for choice in choices) == NUM_TOKENS
-    assert [choice for choice in choices if not choice["text"]], "of which some would have no event without ids"
+    without_text = []
+    for _ in range(10):  # tokens share an event where the server does not get to writing each
+        with demo.client() as client:
+            lines = client.post("/v1/completions", json=STREAM).text.split("\n\n")
+        choices = [orjson.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+        assert sum(len(choice["token_ids"]) for choice in choices) == NUM_TOKENS
+        without_text += [choice for choice in choices if not choice["text"]]
+        if without_text:
+            break
+    assert without_text, "which would have no event without ids"
 
 
 def test_scoring_agrees_with_generating(api, demo):

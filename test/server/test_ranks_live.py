@@ -225,6 +225,7 @@ def assert_gone(children: list[psutil.Process], folder: Path) -> None:
     wait_for(lambda: not [path for path in folder.glob("fenceline-*") if "flight" not in path.name])
 
 
+@pytest.mark.long
 def test_a_rank_that_decides_otherwise_ends_the_server() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,

@@ -67,6 +67,7 @@ def test_the_log_names_each_phase_of_the_start(tight: LiveServer) -> None:
     assert not re.search(r"\d%\|", tight.output)
 
 
+@pytest.mark.long
 def test_two_hundred_at_once_answer_as_alone(tight: LiveServer) -> None:
     together = asyncio.run(ask_all(tight.base_url, range(NUM_REQUESTS), NUM_REQUESTS))
     with tight.client() as client:
