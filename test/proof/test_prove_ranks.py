@@ -53,6 +53,7 @@ def test_a_fault_of_ranks_with_storage_is_reported(
     assert outcome is not None and said in outcome.report, outcome
 
 
+@pytest.mark.long
 def test_weights_that_one_rank_cannot_read_are_replaced_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the ranks' exchange each acts on what it has read itself, and they serve two models."""
     seeds = [

@@ -136,6 +136,7 @@ _TOOLS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_call_that_must_be_is_one_of_the_tools() -> None:
     """With random weights too: the grammar makes the call, and references within a tool's schema hold."""

@@ -422,6 +422,7 @@ def remove_buttons(page: Any) -> Any:
     return page.get_by_role("list", name="Images to send").get_by_role("button")
 
 
+@pytest.mark.long
 def test_images_are_chosen_pasted_dropped_and_sent(vision: LiveServer, open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(vision)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
