@@ -1,21 +1,22 @@
-"""Makes the requests: synthetic prompts from a seed, or prompts from a file (ShareGPT's layout, custom JSON or JSONL).
-Nothing is downloaded.
+"""Makes the requests: synthetic prompts and images from a seed, or prompts from a file (ShareGPT's layout, custom JSON
+or JSONL). Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fenceline.benchmarking.args import BenchArgs
+from fenceline.benchmarking.args import BenchArgs, image_size
 from fenceline.benchmarking.endpoints import backend_kind
-from fenceline.benchmarking.images import image_urls
 from fenceline.benchmarking.records import BenchRequest, Content, Turn, joined
 from fenceline.benchmarking.tokenizer import Tokenizer, count_tokens
 
@@ -242,11 +243,34 @@ def _random(args: BenchArgs, maker: TextMaker, rng: np.random.Generator) -> list
 
 def _image(args: BenchArgs, maker: TextMaker, rng: np.random.Generator, num: int) -> list[BenchRequest]:
     """``num`` requests of random text, each with --image-count images."""
-    urls = image_urls(args, rng)
+    urls = _image_urls(args, rng)
     return [
         BenchRequest((replace(request.turns[0], images=tuple(islice(urls, args.image_count))),))
         for request in _random(replace(args, num_prompts=num), maker, rng)
     ]
+
+
+def _image_urls(args: BenchArgs, rng: np.random.Generator) -> Iterator[str]:
+    """Images without end: each a new one, drawn from ``rng``, or with --image-pool those of the pool in turn, which
+    depend on --seed alone."""
+    if args.image_pool is None:
+        while True:
+            yield _image_url(args, rng)
+    of_pool = np.random.default_rng([args.seed, 2])
+    yield from cycle([_image_url(args, of_pool) for _ in range(args.image_pool)])
+
+
+def _image_url(args: BenchArgs, rng: np.random.Generator) -> str:
+    from PIL import Image
+
+    height, width = image_size(args.image_resolution)
+    if args.image_content == "blank":
+        image = Image.new("RGB", (width, height), "white")
+    else:
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    file = io.BytesIO()
+    image.save(file, args.image_format)
+    return f"data:image/{args.image_format};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _random_ids(args: BenchArgs, tokenizer: Tokenizer | None, rng: np.random.Generator) -> list[BenchRequest]:

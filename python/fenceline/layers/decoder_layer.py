@@ -16,7 +16,13 @@ from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
-from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WideNorm
+from fenceline.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    WideNorm,
+)
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
@@ -136,6 +142,15 @@ class TokenMixer(Branch):
         """x → what attention reads of this step's tokens, [T, width], in the layer's buffer if the forward has pieces.
         The layer's rows of the pool are written."""
 
+    def normed_product(
+        self, linear: ColumnParallelLinear, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """linear(norm(x)), in ``out`` if given. The branch before may have left the norm in ``batch.normed``."""
+        normed = batch.normed.pop(self.input_norm, None)
+        if self.input_norm is None or normed is not None:
+            return linear.forward(x if normed is None else normed, out)
+        return linear.forward_normed(x, self.input_norm, out)
+
     def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the result of ``project``: q, k and v as ``AttentionPlan.forward`` takes them."""
         return self.heads.split(projected)
@@ -185,6 +200,15 @@ class TokenMixer(Branch):
 class RecurrentMixer(TokenMixer):
     """A mixer whose tokens read a state in place of one another, so that it has no rows in the KV pool. Between pieces
     of a forward it runs where attention does."""
+
+    in_proj: ColumnParallelLinear
+
+    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x → in_proj(norm(x)), [T, width]."""
+        return self.normed_product(self.in_proj, x, batch, self._own_buffer(batch))
+
+    def _own_buffer(self, batch: ForwardBatch) -> torch.Tensor | None:
+        return None if batch.buffers is None else batch.buffers.tensors[self._projected_buffer]
 
     @abstractmethod
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
@@ -275,10 +299,7 @@ class SelfAttention(TokenMixer):
 
     def _products(self, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
         """x → queries, keys and values [T, size of ``heads``] as the matrix makes them, in ``out`` if given."""
-        normed = batch.normed.pop(self.input_norm, None)
-        if self.input_norm is None or normed is not None:
-            return self.qkv_proj.forward(x if normed is None else normed, out)
-        return self.qkv_proj.forward_normed(x, self.input_norm, out)
+        return self.normed_product(self.qkv_proj, x, batch, out)
 
     def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
         """Undoes the values' FP8 scale in the attention's result, in place."""

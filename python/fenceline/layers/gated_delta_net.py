@@ -61,14 +61,12 @@ class GatedDeltaNet(RecurrentMixer):
 
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → q, k, v, z, b and a of the checkpoint's matrices, [T, width]."""
-        out = None if batch.buffers is None else batch.buffers.tensors[self._projected_buffer]
+        out = self._own_buffer(batch)
+        if len(self.in_projs) == 1:
+            return self.normed_product(self.in_projs[0], x, batch, out)
         normed = batch.normed.pop(self.input_norm, None)
-        if len(self.in_projs) == 1 and normed is None and self.input_norm is not None:
-            return self.in_projs[0].forward_normed(x, self.input_norm, out)
         if normed is None:
             normed = x if self.input_norm is None else self.input_norm.forward(x)
-        if len(self.in_projs) == 1:
-            return self.in_projs[0].forward(normed, out)
         return torch.cat([linear.forward(normed) for linear in self.in_projs], 1, out=out)
 
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:

@@ -48,14 +48,6 @@ class KimiDeltaAttention(RecurrentMixer):
             state_layout.recurrence(heads, heads, dim, dim, by_channel=True),
         )
 
-    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x → q, k, v, b and what decays and gates are made of, [T, width]."""
-        out = None if batch.buffers is None else batch.buffers.tensors[self._projected_buffer]
-        normed = batch.normed.pop(self.input_norm, None)
-        if self.input_norm is None or normed is not None:
-            return self.in_proj.forward(x if normed is None else normed, out)
-        return self.in_proj.forward_normed(x, self.input_norm, out)
-
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         heads, dim = self.heads.num_heads, self.sizes.key_dim
         mixed, b, decay, gate = projected.split((3 * heads * dim, heads, dim, dim), 1)

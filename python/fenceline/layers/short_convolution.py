@@ -36,14 +36,6 @@ class ShortConvolution(RecurrentMixer):
         dtype = str(context.dtype).removeprefix("torch.")
         self.state_spec = state_layout.convolution(channels, config.recurrent.taps, dtype)
 
-    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x → b, c and u, [T, 3 * channels]."""
-        out = None if batch.buffers is None else batch.buffers.tensors[self._projected_buffer]
-        normed = batch.normed.pop(self.input_norm, None)
-        if self.input_norm is None or normed is not None:
-            return self.in_proj.forward(x if normed is None else normed, out)
-        return self.in_proj.forward_normed(x, self.input_norm, out)
-
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         gate, output_gate, inputs = projected.chunk(3, 1)
         return self._kernels.short_convolution(gate * inputs, self.weight, self.bias, False, state, rows) * output_gate
