@@ -743,7 +743,7 @@ class Tags:
         if self.states is None:
             return None
         assert self._scheduler is not None, "there is a scheduler"
-        copies = batch.state_copies._replace(before=tuple(self._scheduler.memory.state_copies))
+        copies = batch.state_copies._replace(before=tuple(self._scheduler.memory.states.copies))
         # A snapshot may go in the turn in which a request begins with it, before either copy has been made.
         others = {seq.row for seq in seqs} | {source for source, _ in copies.before}
         snapshots = [slot for _, slot in copies.before if slot not in others] + [slot for _, slot in copies.after]

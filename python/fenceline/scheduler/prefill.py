@@ -323,7 +323,7 @@ class PrefillPlanner:
         chunk = self._chunk(req, tokens, start, end, done)
         plan.chunks.append(self._with_images(chunk, plan, req, start) if req.images else chunk)
         req.allocated_len = end
-        plan.snapshots += self._memory.snapshot(req, end)
+        plan.snapshots += self._memory.states.take(req, end)
         budget.step_tokens -= size
         budget.num_reqs -= 1
         if self._prefix_work is not None:

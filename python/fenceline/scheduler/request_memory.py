@@ -27,6 +27,7 @@ from fenceline.memory_order.relocation import RelocationClock
 from fenceline.model_executor.step import Completions, PageWrites, StepBatch, Worker
 from fenceline.scheduler.image_cache import ImageCache
 from fenceline.scheduler.req import Prefix, QueuedMatch, Req, Samples, no_pages
+from fenceline.scheduler.state_snapshots import StateSnapshots
 
 # While one sample computes at least this many tokens of a prompt, the other samples of the prompt wait for it.
 _MIN_SHARED_TOKENS = 32
@@ -114,29 +115,22 @@ class RequestMemory:
         same_version: Callable[[int, int], bool] = operator.eq,
         num_rows_behind: int = 0,
         images: ImageCache | None = None,
-        grid: int = 0,
-        same_state: Callable[[int, int], bool] = operator.eq,
+        states: StateSnapshots | None = None,
     ) -> None:
         """``same_version`` compares the tree's ``num_moves`` with an earlier value (see ``memory_order.comparison``).
         ``num_rows_behind``: see ``DraftConfig``. ``images``: None for a model that reads texts alone.
-        ``grid``: tokens between two states of recurrent layers, a multiple of the page size; 0: there are no states.
-        ``same_state`` compares the numbers of two states of a request, in steps of ``grid``."""
-        assert grid % page_size == 0 and (tree.states is not None) == (grid > 0)
+        ``states``: None for a model without recurrent layers."""
         self.pages = pages
         self.rows = rows
         self.tree = tree
         self.page_size = page_size
         self.tiers = tiers
         self.images = images or ImageCache(0, False)
+        self.states = states or StateSnapshots(tree)
         self.cached_tokens: Counter[str] = Counter()  # prompt tokens by the tier where they were found
         self.num_evicted_pages = 0  # evicted from the device since the start
         self.tables = PageTables(rows.size)
         self.remaps: list[Remap] = []  # that no step has written yet
-        self.state_copies: list[tuple[int, int]] = []  # see StateCopies.before: that no step has made yet
-        if tree.states is not None:
-            tree.states.observers += (self._snapshots_given_back,)
-        self._grid = grid
-        self._same_state = same_state
         self._num_stale_matches = 0
         self._same_version = same_version
         self._num_rows_behind = num_rows_behind
@@ -181,7 +175,7 @@ class RequestMemory:
 
     def _is_worth_waiting(self, req: Req, num_cached: int) -> bool:
         """Whether others can find enough whole pages of the prompt of ``req`` in the cache that are not there yet."""
-        unit = self._grid or self.page_size
+        unit = self.states.grid or self.page_size
         num_whole = (len(req.prompt_ids) - 1) // unit * unit
         return not self.tree.disabled and num_whole - num_cached >= _MIN_SHARED_TOKENS
 
@@ -231,8 +225,8 @@ class RequestMemory:
         The caller has locked the prefix's ``host_node`` for the request. Returns the Points after which the memory may
         be accessed. Pages of the prefix that are only on the host are loaded by :meth:`start_loads`."""
         assert not (req.row or req.pages or req.node or req.left), f"{req.rid} is admitted once"
-        req.fork_len = self.fork(req)
         match = prefix.match
+        req.fork_len = self.states.fork(req, match)
         loaded = self._begin_load(match)
         num_new = self.num_pages_for(req.num_tokens) - len(match.pages) - len(loaded)
         pages, after = self._alloc(num_new)
@@ -264,8 +258,7 @@ class RequestMemory:
             req.samples.computing = req
         req.shared_len = prefix.num_page_tokens
         req.allocated_len = req.committed_len = req.snapshot_len = prefix.num_tokens
-        if match.state:
-            self.state_copies.append((match.state, req.row))
+        self.states.begin(req, match)
         assert len(req.pages) == self.num_pages_for(req.num_tokens), f"{req.rid} has the pages of its tokens"
         return after.join(row_after)
 
@@ -304,49 +297,8 @@ class RequestMemory:
         self.remaps.append(Remap(req, first, pages, self.tables.moved(req.row)))
 
     def fork(self, req: Req) -> int:
-        """The last point of the grid up to which ``req`` and an earlier request have the same tokens, if no state is
-        kept there: one of its chunks ends there and leaves one, for all who begin as they do. Otherwise 0."""
-        if not self._grid:
-            return 0
-        if req.row:
-            return req.fork_len
-        match = self.match(req).match
-        num_same = match.num_known // self._grid * self._grid
-        return num_same if match.num_tokens < num_same < req.num_tokens // self._grid * self._grid else 0
-
-    def snapshot(self, req: Req, num_tokens: int) -> Sequence[tuple[int, int]]:
-        """The copies, at most one, that a step makes after its layers because it brings ``req`` to ``num_tokens``: of
-        the state at the last point of the grid, for requests that have these tokens too."""
-        if not self._grid or self.tree.disabled:
-            return ()
-        position = num_tokens // self._grid * self._grid
-        if position <= req.snapshot_len:
-            return ()
-        slot = self.tree.lease_state()
-        if not slot and req.snapshots:  # of a long prompt: the latest ones are worth more than the first
-            slot = req.snapshots.pop(0)[1]
-        if not slot:
-            return ()
-        req.snapshot_len = position
-        req.snapshots.append((position, slot))
-        return ((req.row, slot),)
-
-    def _give_snapshots(self, req: Req, num_tokens: int) -> None:
-        """Hand the snapshots of the first ``num_tokens`` of ``req``, whose pages the tree has, to the tree."""
-        tokens = req.key_ids()
-        while req.snapshots and req.snapshots[0][0] <= num_tokens:
-            position, slot = req.snapshots.pop(0)
-            self.tree.give_state(tokens[:position], slot, req.source.extra_key)
-
-    def with_states(self, batch: StepBatch) -> StepBatch:
-        """``batch`` with the copies of states that it makes before its layers."""
-        before, self.state_copies = tuple(self.state_copies), []
-        return replace(batch, state_copies=batch.state_copies._replace(before=before))
-
-    def _snapshots_given_back(self, slots: I32, _after: Points) -> None:
-        """The next step does not make the copies to these, but for those with which a request begins."""
-        read = {source for source, _ in self.state_copies}
-        self.state_copies = [copy for copy in self.state_copies if copy[1] not in slots or copy[1] in read]
+        """See ``StateSnapshots.fork``: where a chunk of ``req``, which may wait or have been admitted, ends."""
+        return req.fork_len if req.row or not self.states.grid else self.states.fork(req, self.match(req).match)
 
     def with_remaps(self, batch: StepBatch) -> StepBatch:
         """``batch`` with the page-table writes of pending remaps, which are made before any step reads those rows."""
@@ -378,12 +330,9 @@ class RequestMemory:
             if req.tail is not None and self.tiers is not None:
                 self.tiers.drop_tail(req.tail)
             return
-        if self._grid:
-            self._keep_last_state(req)
+        self.states.take_last(req, self._num_complete(req))
         result = self._insert(req)
-        for _, slot in req.snapshots:  # of steps that have not been published
-            self.tree.retire_state(slot)
-        req.snapshots.clear()
+        self.states.drop(req)
         if self.tiers is not None:
             self.tiers.inserted(result.node)
         shared = req.shared_len // self.page_size
@@ -396,13 +345,6 @@ class RequestMemory:
         self.rows.retire(np.array([req.row], dtype=np.int32), after=req.last_flight)
         self.tables.released(req.row)
         req.row, req.pages, req.node = 0, no_pages(), None
-
-    def _keep_last_state(self, req: Req) -> None:
-        """Have the next step copy the state of ``req``, which has left, at the last point of the grid; unless a step in
-        flight may bring it beyond that point. (Of a request that decodes, one step of one token may be in flight.)"""
-        end = max(req.allocated_len, req.committed_len + 1)
-        if self._same_state(end // self._grid, req.committed_len // self._grid):
-            self.state_copies += self.snapshot(req, self._num_complete(req))
 
     def flush(self, storage: bool = False) -> int:
         """Empty the tree and, with ``storage``, the storage tier too. No request may hold memory. Returns the number of
@@ -472,9 +414,7 @@ class RequestMemory:
         if self.tree.num_locked_nodes:
             raise RuntimeError(f"{self.tree.num_locked_nodes} nodes of the tree are locked while idle")
         self.images.check_memory()
-        if self.tree.states is not None and self.tree.states.num_leased != self.tree.num_states:
-            lost = np.setdiff1d(self.tree.states.owned(), self.tree.all_states()).tolist()
-            raise RuntimeError(f"snapshots of states that nobody has while idle: {lost[:8]}")
+        self.states.check_memory()
         if self.tiers is not None:
             self.tiers.check_memory()
 
@@ -527,8 +467,7 @@ class RequestMemory:
         tokens = req.key_ids()[: num_pages * self.page_size + self.tree.lookahead]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
         result = self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
-        if req.snapshots:
-            self._give_snapshots(req, num_pages * self.page_size)
+        self.states.give(req, num_pages * self.page_size)
         return result
 
 
@@ -570,7 +509,8 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         lookahead=draft.lookahead if draft is not None and draft.sees_images else 0,
     )
     images.most_in_step = step_embeddings(worker.device, images.most_in_step)
-    grid, same_state = 0, comparison(worker.device, COMMITTED_STATE)
+    states = None
     if worker.states is not None:
-        grid, tree.ends_at_states = worker.states.grid, ends_at_state(worker.device)
-    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, grid, same_state)
+        tree.ends_at_states = ends_at_state(worker.device)
+        states = StateSnapshots(tree, worker.states.grid, comparison(worker.device, COMMITTED_STATE))
+    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, states)
