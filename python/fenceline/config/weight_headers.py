@@ -89,8 +89,8 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
     if (sizes := model.latent) is not None:
         shapes["self_attn.kv_a_proj_with_mqa.weight"] = (sizes.width, hidden)
         shapes["self_attn.o_proj.weight"] = (hidden, model.num_heads * sizes.v_head_dim)
-    if model.recurrent is not None:  # attention between gated delta nets has gates, a row for each of the queries'
-        shapes["self_attn.q_proj.weight"] = (2 * heads, hidden)
+    if model.recurrent is not None:  # some families also have a row of gates for each of the queries'
+        del shapes["self_attn.q_proj.weight"]
     stored_as = model.quantization
     is_plain = stored_as is None or stored_as.method == ON_LINE_METHOD
     head = next((name for name in tensors if name.startswith("lm_head.")), None)
@@ -100,7 +100,7 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
         _check_column_order(stored_as.group_size, tensors)
     for name, stored in tensors.items():
         found = _OF_TEXT.fullmatch(name)
-        if found is None:
+        if found is None or (found["layer"] and int(found["layer"]) in model.recurrent_layers):
             continue
         suffix = found["inside"] or found["outside"] or found["head"]
         if (wanted := shapes.get(suffix)) is None:

@@ -136,6 +136,12 @@ def test_tensors_of_another_model_are_refused(name: str, tensor: torch.Tensor, s
     assert said in refused(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "lfm2"])
+def test_layers_with_states_have_projections_of_their_own(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    resolve_here(tmp_path)
+
+
 def test_a_quantised_head_and_columns_out_of_place_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_key_value_heads": 2}
     save_checkpoint("qwen3", tmp_path / "plain", sizes | {"num_attention_heads": 8})
