@@ -414,7 +414,9 @@ def _check_ranks(args: ServerArgs, model: ModelConfig, draft: ModelConfig | None
 
 def _check_split(size: int, groups: int, model: ModelConfig, name: str) -> None:
     heads, kv_heads, experts = model.num_heads, model.num_kv_heads, model.experts
-    group = _expert_group(model)
+    group, recurrent = _expert_group(model), 0
+    if model.recurrent is not None:
+        recurrent = model.recurrent.num_key_heads or model.hidden_size
     possible = [
         n
         for n in range(1, heads + 1)
@@ -423,10 +425,12 @@ def _check_split(size: int, groups: int, model: ModelConfig, name: str) -> None:
         and n % groups == 0
         and (experts is None or experts.intermediate_size % (n // groups * group) == 0)
         and (kv_heads % n == 0 or (n > kv_heads and n % kv_heads == 0))
+        and recurrent % n == 0
     ]
     if size not in possible:
         raise ConfigError(
-            f"--tp-size {size}: {name} has {heads} attention heads, {kv_heads} key/value heads and MLPs of"
+            f"--tp-size {size}: {name} has {heads} attention heads, {kv_heads} key/value heads"
+            f"{f', {recurrent} key heads or channels of recurrent layers' if recurrent else ''} and MLPs of"
             f" {', '.join(map(str, sorted(set(model.mlp_sizes))))} features"
             f"{f' (experts in groups of {group})' if group > 1 else ''}, which it does not divide; use"
             f" {', '.join(map(str, possible))}{', or --ep-size' if group > 1 and groups < size else ''}"
@@ -663,7 +667,6 @@ def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running
     for given, flag in (
         (args.enable_hierarchical_cache, "--enable-hierarchical-cache"),
         (args.speculative_algorithm is not None, "--speculative-algorithm"),
-        (args.tp_size > 1, "--tp-size"),
         (args.piecewise_cuda_graph_tokens is not None, "--piecewise-cuda-graph-tokens"),
     ):
         require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")

@@ -131,6 +131,8 @@ def _make_states(config: EngineConfig, device: Device, model: CausalLM, num_rows
     if not specs:
         return None
     number = num_snapshots(config, device, specs)
+    with device.forward.active():
+        number = model.context.shard.smallest(number)
     pool = StatePool(num_rows, number, specs, device.torch_device, config.state_grid)
     device.name_rows(pool.carried, "states")
     device.name_rows(pool.kept, "open_blocks")

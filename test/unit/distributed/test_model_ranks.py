@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from demo_requests import greedy_requests, prompts, sampled_reference, sampled_requests
+from model_parity import save_checkpoint
 from ranks import Ranks
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
 Result = TypeVar("Result")
+LENGTHS = [(1, 70), (2, 40), (3, 150)]  # the first token, and how many: states are made at multiples of 64
 
 
 def on_ranks(size: int, work: Callable[[Driver], Result], **flags: object) -> list[Result]:
     """What ``work`` gives on each of ``size`` ranks, which have made their drivers together."""
-    ranks = Ranks(size)
+    ranks, ep_size = Ranks(size), flags.get("ep_size", 1)
+    assert isinstance(ep_size, int)
 
     def run(rank: int) -> Result:
-        return work(make_model_driver(rank=(ranks.devices[rank], ranks.shards[rank]), **flags))
+        shard = replace(ranks.shards[rank], ep_size=ep_size)
+        return work(make_model_driver(rank=(ranks.devices[rank], shard), **flags))
 
     return ranks.run(run)
 
@@ -87,3 +93,34 @@ def test_ranks_score_as_one() -> None:
     assert len(expected) > len(req.input_ids)
     for scores in on_ranks(2, work):
         assert scores == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ep_size", "others"),
+    [
+        ("qwen3-next", 2, 2, {}),
+        ("qwen3-next", 4, 1, {"num_attention_heads": 8, "intermediate_size": 72}),
+        ("qwen3.5-moe", 2, 1, {}),
+        ("kimi-linear", 2, 2, {}),
+        ("lfm2", 2, 1, {}),
+    ],
+)
+def test_ranks_with_states_answer_as_one(
+    name: str, size: int, ep_size: int, others: dict[str, object], tmp_path: Path
+) -> None:
+    """States are divided by heads or channels, and each rank has as many, of which requests begin with the same."""
+    save_checkpoint(name, tmp_path, others)
+
+    def work(driver: Driver) -> tuple[list[list[int]], list[int], int]:
+        tokens = [[(first + number * number) % 90 + 2 for number in range(length)] for first, length in LENGTHS]
+        told: list[list[int]] = []
+        for turn in ("first", "again"):
+            reqs = [request(f"{turn}{i}", ids, temperature=0, max_new_tokens=12) for i, ids in enumerate(tokens)]
+            told += answers(driver, reqs)
+        cached = [driver.answers[f"again{i}"].last.cached_tokens for i in range(len(tokens))]  # type: ignore[union-attr]
+        return told, cached, driver.worker.states.snapshots.size  # type: ignore[union-attr]
+
+    flags: dict[str, object] = {"model_path": str(tmp_path), "max_mamba_cache_size": 13}
+    expected = work(make_model_driver(**flags))
+    assert expected[1:] == ([64, 0, 128], 14)
+    assert on_ranks(size, work, **flags, ep_size=ep_size) == [expected] * size

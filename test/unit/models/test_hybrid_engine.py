@@ -105,7 +105,10 @@ def test_a_conversation_goes_on_from_its_answers_state(
     ("flags", "reason"),
     [
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: not supported for .* leave it out"),
-        ({"tp_size": 2}, "--tp-size: not supported for .* leave it out"),
+        (
+            {"tp_size": 2, "load_format": "dummy", "json_model_override_args": '{"linear_num_key_heads": 1}'},
+            "--tp-size 2: .* 1 key heads or channels of recurrent layers .* use 1$",
+        ),
         ({"piecewise_cuda_graph_tokens": (64,)}, "--piecewise-cuda-graph-tokens: not supported for .* leave it out"),
         ({"max_mamba_cache_size": 3}, "--max-mamba-cache-size 3: each of 8 running requests has a state; give"),
         ({"mamba_full_memory_ratio": 0.0}, "--mamba-full-memory-ratio 0: must be above 0"),
