@@ -209,7 +209,8 @@ def vision_driver(
     device = open_device(device) if isinstance(device, str) else device
     flags = {"tp_size": shard.size} | flags
     sizes: dict[str, object] = {"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 32}
-    flags = sizes | {"random_seed": 1, "max_running_requests": 6, "skip_tokenizer_init": True} | flags
+    sizes |= {"random_seed": 1, "max_running_requests": 6, "skip_tokenizer_init": True, "dtype": "float32"}
+    flags = sizes | flags
     config = resolve(ServerArgs(model_path=str(directory), device=device.kind, **flags))  # type: ignore[arg-type]
     if num_embedding_rows is not None:
         config = dataclasses.replace(config, num_embedding_rows=num_embedding_rows)

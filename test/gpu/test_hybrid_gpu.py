@@ -1,0 +1,61 @@
+"""Models with recurrent layers in the whole engine on a GPU: the tokens of the CPU, and the same bits however requests
+are cut, batched, cached, retracted and replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_parity import save_checkpoint
+from scheduler_driver import Driver, answers, make_model_driver, request
+
+from fenceline.ipc.io_struct import TokenizedGenerateReq
+
+pytestmark = pytest.mark.gpu
+_LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
+NAMES = ("qwen3-next", "kimi-linear", "lfm2")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hybrid")
+    save_checkpoint(request.param, directory)
+    return directory
+
+
+def _reqs(name: str) -> list[TokenizedGenerateReq]:
+    prompts = [[2 + (length * 7 + number * number) % 90 for number in range(length)] for length in _LENGTHS]
+    params = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True, "return_logprob": True}
+    return [request(f"{name}{len(prompt)}", prompt, **params) for prompt in prompts]
+
+
+def _told(driver: Driver, groups: list[list[TokenizedGenerateReq]]) -> tuple[list[list[int]], list[list[float]]]:
+    tokens = [told for group in groups for told in answers(driver, group)]
+    return tokens, [driver.output_logprobs[req.rid] for group in groups for req in group]
+
+
+def test_logprobs_are_near_those_of_the_cpu(checkpoint: Path) -> None:
+    alone = [
+        _told(make_model_driver(device=device, model_path=str(checkpoint)), [[req] for req in _reqs(device)])
+        for device in ("cpu", "cuda")
+    ]
+    for ours, theirs, tokens, others in zip(alone[1][1], alone[0][1], alone[1][0], alone[0][0], strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
+        assert same > 0 and ours[:same] == pytest.approx(theirs[:same], abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"chunked_prefill_size": 48},
+        {"max_total_tokens": 560, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
+        {"disable_overlap_schedule": True, "page_size": 64},
+        {"disable_cuda_graph": True},
+    ],
+)
+def test_company_and_cuts_change_no_bit(checkpoint: Path, flags: dict[str, object]) -> None:
+    same = {"device": "cuda", "dtype": "bfloat16", "model_path": str(checkpoint), "enable_deterministic_inference": True}
+    alone = _told(make_model_driver(**same, disable_radix_cache=True), [[req] for req in _reqs("alone")])
+    driver = make_model_driver(**same | flags)
+    for name in ("first", "again"):
+        assert _told(driver, [_reqs(name)]) == alone
