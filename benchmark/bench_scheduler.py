@@ -41,7 +41,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import BatchTokenOut, LoadGrammarReq, Message, TokenizedGenerateReq, encode, id_array
 from fenceline.mem_cache.kv_pool import ReqPool
-from fenceline.memory_order import LeasePool, Point, open_device
+from fenceline.memory_order import LeasePool, Point, Points, open_device
 from fenceline.model_executor.step import Completions, HeldStep, StepBatch, StepOutput, drain_completions
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.population import InFlight
@@ -95,6 +95,9 @@ class NullWorker:
 
     def launch(self, batch: StepBatch) -> NullResult:
         return NullResult(len(batch.sampling), self._forward.record())
+
+    def copy_state(self, source: int, slot: int, after: Points) -> Point:
+        return self._forward.record()
 
 
 class SchemaWorker(NullWorker):

@@ -156,6 +156,8 @@ class Loop:
         inside(self.scheduler, "launch", tags.step)
         inside(self.scheduler.masks, "sample_held", lambda pending: tags.rest_of_step())
         around(self.runner, "replace_weights", before=lambda weights, one_more: tags.weights_replaced(weights))
+        if self.runner.states is not None:
+            inside(self.runner, "copy_state", tags.state_copy)
         if self.runner.hicache is not None:
             for kind in TransferKind:
                 inside(self.runner.hicache, kind.value, partial(self._transfer, tags, set()))

@@ -68,7 +68,7 @@ class Leases:
     def __init__(
         self, gpu: VirtualGpu, pool: LeasePool, found: Callable[[OwnershipError], None], keeps_users: bool
     ) -> None:
-        self.name = pool.name
+        self.name, self.reserved = pool.name, pool.reserved
         self._gpu = gpu
         self._of_page: list[Lease | None] = [None] * pool.size  # the latest of each page
         self._found = found

@@ -6,11 +6,10 @@ request, or after too few or too many tokens, is reported at the operation that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fenceline.memory_order.edges import COMMITTED_STATE, ENDS_AT_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
-from fenceline.model_executor.step import StateCopies
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.streams import Operation
 
@@ -76,18 +75,10 @@ class StateTags:
 class StepStates:
     """The states of a step."""
 
-    def __init__(
-        self, states: StateTags, seqs: Sequence[StateSeq], copies: StateCopies, in_tree: Mapping[int, int]
-    ) -> None:
-        """``in_tree``: the prefixes of the tree's snapshots, by slot."""
-        self._states, self._by_row, self._in_tree = states, {seq.row: seq for seq in seqs}, in_tree
+    def __init__(self, states: StateTags, seqs: Sequence[StateSeq], snapshots: Collection[tuple[int, int]]) -> None:
+        """``snapshots``: those that it makes of its rows, (row, slot)."""
+        self._states, self._by_row, self._snapshots = states, {seq.row: seq for seq in seqs}, snapshots
         states.begun -= {seq.row for seq in seqs if seq.first == 0}
-        states.begun |= {slot for _, slot in copies.before}
-        # What snapshots of its rows must hold, by row and slot.
-        self._after = {
-            (row, slot): self._by_row[row].state(self._by_row[row].length, states.grid) for row, slot in copies.after
-        }
-        self._before = list(copies.before)
 
     def ran(self, op: Operation, access: Access, writes: bool) -> None:
         """``op`` has accessed memory."""
@@ -107,11 +98,23 @@ class StepStates:
         elif writes:
             source, slot = states.slot_of(op.reads[0]), states.slot_of(access)
             states.copied(source, slot)
-            if (source, slot) in self._before:
-                self._before.remove((source, slot))
-                is_last = all(other != slot for _, other in self._before)  # earlier ones are for requests that begin
-                if slot in self._in_tree and is_last:
-                    states.check_slot(op, slot, self._in_tree[slot], "the tree's snapshot", COMMITTED_STATE)
-            elif (source, slot) in self._after:
-                right = self._after[source, slot]
+            if (source, slot) in self._snapshots:
+                right = self._by_row[source].state(self._by_row[source].length, states.grid)
                 states.check_slot(op, slot, right, "a snapshot of its step", SNAPSHOT_AFTER)
+
+
+class StateCopy:
+    """The purpose of a copy of a state beside the steps."""
+
+    def __init__(self, states: StateTags, source: int, slot: int, right: int | None) -> None:
+        """``right``: the prefix whose state ``slot`` must have; None: its reader knows."""
+        self._states, self._source, self._slot, self._right = states, source, slot, right
+        states.begun.add(slot)
+
+    def ran(self, op: Operation) -> None:
+        states = self._states
+        if not any(write.tag is states.carried for write in op.writes):
+            return
+        states.copied(self._source, self._slot)
+        if self._right is not None:
+            states.check_slot(op, self._slot, self._right, "the last of a request that has left", COMMITTED_STATE)

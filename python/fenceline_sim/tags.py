@@ -33,6 +33,7 @@ from fenceline.layers.kernels.accesses import list_attention
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
+from fenceline.memory_order import Points
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.models.loader import NewWeights
@@ -45,7 +46,7 @@ from fenceline_sim.layout import Layout, layout_of
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.ownership import Leases
 from fenceline_sim.place import here
-from fenceline_sim.state_tags import StateSeq, StateTags, StepStates
+from fenceline_sim.state_tags import StateCopy, StateSeq, StateTags, StepStates
 from fenceline_sim.streams import Operation, who
 from fenceline_sim.tensor import VTensor
 
@@ -713,6 +714,9 @@ class Tags:
             yield
         self._submitted.check_declared()
         self._used_by_step()
+        if self.states is not None:
+            snapshots = [slot for _, slot in batch.snapshots]
+            self.snapshots.used(snapshots, self._streams["forward"], "a snapshot of its step")
 
     def _used_by_step(self, pages: bool = True) -> None:
         assert self._submitted is not None, "a step has been launched"
@@ -742,26 +746,25 @@ class Tags:
     def _states_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepStates | None:
         if self.states is None:
             return None
-        assert self._scheduler is not None, "there is a scheduler"
-        copies = batch.state_copies._replace(before=tuple(self._scheduler.memory.states.copies))
-        # A snapshot may go in the turn in which a request begins with it, before either copy has been made.
-        others = {seq.row for seq in seqs} | {source for source, _ in copies.before}
-        snapshots = [slot for _, slot in copies.before if slot not in others] + [slot for _, slot in copies.after]
-        self.snapshots.claim(snapshots, "a copy of a state")
+        self.snapshots.claim([slot for _, slot in batch.snapshots], "a snapshot of its step")
         parts = [StateSeq(one.account.name, one.row, one.first, one.length, one.account.ends) for one in seqs]
-        in_tree = {node.state: end for node, end in self._node_ends().items() if node.state} if copies.before else {}
-        return StepStates(self.states, parts, copies, in_tree)
+        return StepStates(self.states, parts, batch.snapshots)
 
-    def _node_ends(self) -> dict[TreeNode, int]:
-        """The prefix at which each node of the tree ends, parents first."""
-        found: dict[TreeNode, int] = {}
-        for node in self._nodes():
-            assert node.parent is not None, "the root is left out"
-            end = found.get(node.parent) or self.prefixes.root(self._tree.namespace(node), self._weights)
-            for token in node.tokens.tolist():
-                end = self.prefixes.then(end, token, "a prefix in the tree")
-            found[node] = end
-        return found
+    @contextmanager
+    def state_copy(self, source: int, slot: int, after: Points) -> Iterator[None]:
+        """Inside, a copy of a state is submitted: to the row of a request that begins, or of one that has left."""
+        assert self.states is not None and self._scheduler is not None, "there are states and a scheduler"
+        num_rows, right = self.snapshots.reserved, None
+        if source < num_rows:
+            leaving = self._scheduler.population.leaving
+            req = next(one for one in (*self._scheduler.reqs.values(), *leaving) if one.row == source)
+            right = self._account(req).ends[req.snapshots[-1][0] - 1]
+        self.snapshots.claim([one for one in (source, slot) if one >= num_rows], "a copy of a state")
+        with self._gpu.submitting_for(StateCopy(self.states, source, slot, right)):
+            yield
+        for one in (source, slot):
+            leases = self.rows if one < num_rows else self.snapshots
+            leases.used([one], self._streams["forward"], "a copy of a state")
 
     def _images_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepImages | None:
         if self.images is None:

@@ -88,10 +88,9 @@ class AuditedPool(LeasePool):
             self._fresh |= set(leased[0].tolist())
         return leased
 
-    def submitted(self, touched: np.ndarray, done: Point, after: Points) -> None:
+    def submitted(self, touched: np.ndarray, done: Point, after: Points, is_step: bool = False) -> None:
         """Record that work that uses ``touched`` is submitted. Ids that were leased since the last step are for this
-        work; a transfer takes only those of them that it uses."""
-        is_step = done.stream.name is StreamName.FORWARD
+        work; what is not a step takes only those of them that it uses."""
         fresh = set(self._fresh) if is_step else self._fresh & set(touched.tolist())
         clock = self._clocks.setdefault(done.stream, {})
         for point in after:
@@ -123,7 +122,7 @@ class TokenStates:
     grid = 8
 
     def __init__(self, num_rows: int, num_snapshots: int) -> None:
-        self.snapshots = LeasePool("state snapshots", num_rows + num_snapshots, reserved=num_rows)
+        self.snapshots = AuditedPool("state snapshots", num_rows + num_snapshots, reserved=num_rows)
         self.carried: list[list[int]] = [[_REJECTED] for _ in range(self.snapshots.size)]
 
 
@@ -175,9 +174,9 @@ class TokenWorker:
         self.num_steps += 1
 
         def run() -> StepOutput:
-            self._copy_states(batch.state_copies.before)
             output = self._decode(batch) if batch.is_decode else self._extend(batch)
-            self._copy_states(batch.state_copies.after)
+            for row, slot in batch.snapshots:
+                self._copy_state(row, slot)
             return output
 
         lens = dict(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True))
@@ -194,13 +193,11 @@ class TokenWorker:
         assert (writes.rows > 0).all(), "the page table of the sink row names only the sink page"
         self._page_table[writes.rows, writes.columns] = writes.pages
         used = [self._page_table[row, : -(-length // self.page_size)] for row, length in lens.items()]
-        self.pages.submitted(np.concatenate(used), done, batch.after)
-        before, after = batch.state_copies
-        read = {*lens, *(source for source, _ in before)}
-        for _, slot in (*before, *after):
-            assert self.states is not None
-            assert slot in read or self.states.snapshots.are_leased(np.array([slot])).all(), f"nobody has state {slot}"
-        self.req_pool.rows.submitted(np.array(list(lens)), done, batch.after)
+        self.pages.submitted(np.concatenate(used), done, batch.after, is_step=True)
+        if self.states is not None:
+            slots = np.array([slot for _, slot in batch.snapshots], dtype=np.int64)
+            self.states.snapshots.submitted(slots, done, batch.after, is_step=True)
+        self.req_pool.rows.submitted(np.array(list(lens)), done, batch.after, is_step=True)
 
     def run_until(self, result: TokenResult) -> None:
         while result.output is None:
@@ -238,10 +235,25 @@ class TokenWorker:
     def _history(self, row: int, length: int) -> list[int]:
         return [int(self.slots[self._slot(row, p)]) for p in range(length)]
 
-    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, slot in copies:
-            assert self.states is not None
-            self.states.carried[slot] = self.states.carried[source]
+    def copy_state(self, source: int, slot: int, after: Points) -> Point:
+        """Submit a copy, which runs in its turn among the steps."""
+        assert self.states is not None
+
+        def run() -> StepOutput:
+            self._copy_state(source, slot)
+            return StepOutput(np.zeros(0, dtype=np.int64), None, None)
+
+        done = self.forward.record()
+        self._queue.append(TokenResult(self, run, done, tuple(after)))
+        rows, snapshots = self.req_pool.rows, self.states.snapshots
+        for id in (source, slot):
+            pool = rows if id < rows.size else snapshots
+            pool.submitted(np.array([id]), done, after)
+        return done
+
+    def _copy_state(self, source: int, slot: int) -> None:
+        assert self.states is not None
+        self.states.carried[slot] = self.states.carried[source]
 
     def _absorb(self, row: int, start: int, length: int) -> list[int]:
         """The history of ``row`` after a step that brings it from ``start`` to ``length`` tokens: its pages', and with

@@ -26,8 +26,7 @@ class StatePool:
     moves those of all layers, and neighbours in a tensor do not.
 
     A row's slot belongs to the request that has the row: it is leased and retired with it. Slot 0 is that of the sink,
-    which padding reads and writes. Snapshots are leased from ``snapshots``, under the numbers of their slots. Only
-    FORWARD accesses slots, in program order with the steps, so that none needs a Point to be waited for.
+    which padding reads and writes. Snapshots are leased from ``snapshots``, under the numbers of their slots.
     """
 
     def __init__(

@@ -291,8 +291,8 @@ def ends_at_state(device: Device) -> bool:
 
 
 def states_to_copy(device: Device, copies: Sequence[tuple[int, int]], num_rows: int) -> Sequence[tuple[int, int]]:
-    """Guard ``row_state``: which ``copies`` (source, slot) a step makes before its layers: all. Severed, none to the
-    slots of rows, the first ``num_rows``, so that a request goes on from what its row's last owner has left."""
+    """Guard ``row_state``: which ``copies`` (source, slot) of states are made: all. Severed, none to the slots of rows,
+    the first ``num_rows``, so that a request goes on from what its row's last owner has left."""
     return copies if device.keeps(ROW_STATE) else [copy for copy in copies if copy[1] >= num_rows]
 
 

@@ -27,6 +27,8 @@ from fenceline.memory_order import (
     Device,
     InputRing,
     MaskTable,
+    Point,
+    Points,
     ResultRing,
     states_to_copy,
     wait_for_pages,
@@ -267,13 +269,22 @@ class ModelRunner:
         return result
 
     def _forward(self, way: _Way, batch: StepBatch, views: Views) -> Logits:
-        """The first phase, on FORWARD, which is current; with the copies of states of a model that has some."""
+        """The first phase, on FORWARD, which is current; with the snapshots of states of a model that has some."""
         states = self.states
         if states is None:
             return way.runner.forward(batch, views)
-        before, after = batch.state_copies
-        states.copy(states_to_copy(self.device, before, states.num_rows))
-        return with_snapshots(self.device, partial(way.runner.forward, batch, views), partial(states.copy, after))
+        copies = partial(states.copy, batch.snapshots)
+        return with_snapshots(self.device, partial(way.runner.forward, batch, views), copies)
+
+    @torch.inference_mode()
+    def copy_state(self, source: int, slot: int, after: Points) -> Point:
+        """See ``Worker``."""
+        states, forward = self.states, self.device.forward
+        assert states is not None, "the model has no states"
+        wait_for_pages(forward, after)
+        with forward.active():
+            states.copy(states_to_copy(self.device, ((source, slot),), states.num_rows))
+        return forward.record()
 
     def _upload(self, arrays: Arrays, writes: PageWrites) -> Views:
         """Upload the inputs of a step in one copy and return their views on the device. Empty for a decode step that

@@ -101,15 +101,6 @@ class Encode:
     rows: I64
 
 
-class StateCopies(NamedTuple):
-    """Copies of recurrent states (source, slot) of a model that has them: ``before`` the layers of a step, in this
-    order, prefixes' states to the rows of requests that begin with them and those of rows that nobody has any more to
-    snapshots; and snapshots of its rows ``after`` the layers."""
-
-    before: tuple[tuple[int, int], ...] = ()
-    after: tuple[tuple[int, int], ...] = ()
-
-
 class DepthChoice(NamedTuple):
     """The draft depth of a decode step: how many tokens the draft proposes one after the other. ``why``: "fixed" if the
     engine has one depth; "best" if it is now better than the previous choice; "kept" if no depth is better by enough;
@@ -163,7 +154,7 @@ class StepBatch:
     ``sampling``: the parameters of the rows that sample. ``constrained``: the indices, among these, of those that
     sample under a mask. ``after``: Points of the memory that the step touches for the first time. ``loads``: transfers
     that bring pages that it reads, submitted but not waited for by any earlier step. ``encodes``: the images whose
-    embeddings it computes first. ``state_copies``: of recurrent states.
+    embeddings it computes first. ``snapshots``: (row, slot) of the states that it copies behind its layers.
 
     Of steps without chunks: ``composition`` names the set and order of requests. While it stays the same, rows, lengths
     and sampling parameters advance on the device and are not uploaded. ``num_advanced``: by how much every length has
@@ -185,7 +176,7 @@ class StepBatch:
     constrained: I64 = field(default_factory=lambda: _NO_IDS)
     loads: tuple[Ticket, ...] = ()
     encodes: tuple[Encode, ...] = ()
-    state_copies: StateCopies = StateCopies()
+    snapshots: tuple[tuple[int, int], ...] = ()
     composition: int = 0
     num_advanced: int = 0
     may_accept: Bools | None = None
@@ -201,7 +192,7 @@ class StepBatch:
         after: Points,
         loads: tuple[Ticket, ...] = (),
         encodes: tuple[Encode, ...] = (),
-        state_copies: StateCopies = StateCopies(),
+        snapshots: tuple[tuple[int, int], ...] = (),
     ) -> StepBatch:
         """A step of prompts only. ``sampling`` [B]: None for a row that does not sample."""
         firsts, sizes = np.array(starts, np.int64), [len(chunk.token_ids) for chunk in chunks]
@@ -218,7 +209,7 @@ class StepBatch:
             constrained=constrained_rows(present),
             loads=loads,
             encodes=encodes,
-            state_copies=state_copies,
+            snapshots=snapshots,
         )
 
     @property
@@ -410,6 +401,11 @@ class Worker(Protocol):
 
     def completions(self, awaited: ForwardResult | None) -> Completions:
         """What has ended since the last call; ``awaited``: the results to ask for, None to ask for none."""
+        ...
+
+    def copy_state(self, source: int, slot: int, after: Points) -> Point:
+        """Submit a copy of what ``source`` carries to ``slot``, both slots of ``states``, after ``after`` and behind
+        the steps that have been launched. Returns the Point on FORWARD after it."""
         ...
 
     def check_weights(self, weights: NewWeights) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import Chunk, PageWrites, StateCopies, StepBatch, concatenated
+from fenceline.model_executor.step import Chunk, PageWrites, StepBatch, concatenated
 from fenceline.scheduler.admission import AdmissionState, would_admit
 from fenceline.scheduler.image_cache import StepImages
 from fenceline.scheduler.req import Req
@@ -52,7 +52,7 @@ class _Plan:
     num_prompt_tokens: int = 0
     num_uncached_tokens: int = 0
     images: StepImages = field(default_factory=StepImages)
-    snapshots: list[tuple[int, int]] = field(default_factory=list)  # see StateCopies.after
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # see StepBatch
 
     def page_writes(self) -> PageWrites:
         """Those of all requests that were admitted."""
@@ -77,7 +77,7 @@ class _Plan:
             after=self.after.join(self.images.after),
             loads=loads,
             encodes=tuple(self.images.encodes),
-            state_copies=StateCopies(after=tuple(self.snapshots)),
+            snapshots=tuple(self.snapshots),
         )
 
 
@@ -323,7 +323,9 @@ class PrefillPlanner:
         chunk = self._chunk(req, tokens, start, end, done)
         plan.chunks.append(self._with_images(chunk, plan, req, start) if req.images else chunk)
         req.allocated_len = end
-        plan.snapshots += self._memory.states.take(req, end)
+        if (taken := self._memory.states.take(req, end)) is not None:
+            plan.snapshots.append((req.row, taken[0]))
+            plan.after = plan.after.join(taken[1])
         budget.step_tokens -= size
         budget.num_reqs -= 1
         if self._prefix_work is not None:

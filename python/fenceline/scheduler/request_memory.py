@@ -258,7 +258,7 @@ class RequestMemory:
             req.samples.computing = req
         req.shared_len = prefix.num_page_tokens
         req.allocated_len = req.committed_len = req.snapshot_len = prefix.num_tokens
-        self.states.begin(req, match)
+        self.states.begin(req, match, row_after)
         assert len(req.pages) == self.num_pages_for(req.num_tokens), f"{req.rid} has the pages of its tokens"
         return after.join(row_after)
 
@@ -512,5 +512,5 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     states = None
     if worker.states is not None:
         tree.ends_at_states = ends_at_state(worker.device)
-        states = StateSnapshots(tree, worker.states.grid, comparison(worker.device, COMMITTED_STATE))
+        states = StateSnapshots(tree, worker.states.grid, worker, comparison(worker.device, COMMITTED_STATE))
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, states)

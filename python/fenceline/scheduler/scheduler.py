@@ -303,7 +303,6 @@ class Scheduler:
         assert self.num_launched - self.num_published <= 1, "one step is in flight while another is launched"
         if self.memory.remaps:
             batch = self.memory.with_remaps(batch)
-        batch = self.memory.states.with_copies(batch)
         batch = self.memory.tables.up_to_date(batch, reqs)
         if self.ranks is not None:
             self.ranks.decided(self.num_launched + 1, batch, reqs)

@@ -27,8 +27,8 @@ fails an assertion, so it cannot lead to another request's page.
 States. A model with recurrent layers goes on from a prefix only with their state after its last token. So a node may
 have a snapshot of the state after its own tokens, and a match ends at the deepest node that has one. ``lease_state``
 hands out snapshots, taking those least recently used from their nodes, which keep their pages; ``give_state`` hands one
-to a node; a node that leaves retires its own. Steps access snapshots on one stream, in the order of these calls, so
-that nobody has to wait for a Point, and a lock on a node does not keep its snapshot.
+to a node; a node that leaves retires its own. A request that begins with a snapshot copies it at once, so that a lock
+on a node does not keep it.
 
 One thread (the scheduler's) uses a cache; nothing here depends on wall-clock time or unordered iteration, so
 ranks that make the same calls own the same trees.
@@ -73,6 +73,7 @@ class TreeNode:
     hit_count: int = 0  # how many matches and inserts have used the node
     version: int = 0  # counts moves of the device pages, and the departure from the tree
     state: int = 0  # the slot of the snapshot of the state after ``tokens``; 0: there is none
+    state_after: Points = Points.none()  # its users on FORWARD
     on_device: bool = True
     num_device_children: int = 0  # children on the device
     num_host_children: int = 0  # children with host pages
@@ -342,43 +343,48 @@ class RadixCache:
 
     # --- states --------------------------------------------------------------------------------------
 
-    def lease_state(self) -> int:
-        """The slot of a snapshot that nobody has; the node that has least recently been used loses its own if there is
-        none left. Returns 0 if there are no snapshots at all, or all are those of steps that are not published."""
+    def lease_state(self) -> tuple[int, Points] | None:
+        """The slot of a snapshot that nobody has, and the Points after which it may be accessed. The node that has been
+        used least recently loses its own if there is none left. None if there are no snapshots at all, or all are those
+        of steps that are not published."""
         assert self.states is not None, "the model has no states"
         if not self.states.num_free:
             node = self._stateful.pop()
             if node is None:
-                return 0
+                return None
             self._take_state(node)
         leased = self.states.alloc(1)
-        return 0 if leased is None else int(leased[0][0])
+        return None if leased is None else (int(leased[0][0]), leased[1])
 
-    def give_state(self, token_ids: IntArray, slot: int, extra_key: str = "") -> None:
-        """Hand over the snapshot ``slot`` of the state after ``token_ids`` [n], whole pages. It is retired if the tree
-        does not have all of their pages, or has such a state."""
+    def give_state(self, token_ids: IntArray, slot: int, after: Points = Points.none(), extra_key: str = "") -> None:
+        """Hand over the snapshot ``slot`` of the state after ``token_ids`` [n], whole pages, which has been written
+        after ``after``. It is retired if the tree does not have all of their pages, or has such a state."""
         tokens = as_tokens(token_ids)
         path = self._walk(tokens, extra_key)
         node = path[-1]
         if node.state or sum(each.num_pages for each in path) * self.page_size != tokens.size:
-            self.retire_state(slot)
+            self.retire_state(slot, after)
             return
-        node.state = slot
+        node.state, node.state_after = slot, after
         self.num_states += 1
         self.num_created += 1  # prefixes that have been looked up may now be longer
         self._stateful.push_if_evictable(node)
         if self.states is not None and len(self._stateful) > 2 * self.states.size:
             self._stateful.drop_others()
 
-    def retire_state(self, slot: int) -> None:
-        """Give back a snapshot that no node has."""
+    def read_state(self, node: TreeNode, done: Points) -> None:
+        """Note that the snapshot of ``node`` is read until ``done``."""
+        node.state_after = node.state_after.join(done)
+
+    def retire_state(self, slot: int, after: Points) -> None:
+        """Give back a snapshot that no node has; others may access it after ``after``."""
         assert self.states is not None, "the model has no states"
-        self.states.retire(np.array([slot], dtype=np.int32), Points.none())
+        self.states.retire(np.array([slot], dtype=np.int32), after)
 
     def _take_state(self, node: TreeNode) -> None:
         """``node`` has no snapshot any more: matches that end there are stale."""
         if node.state:
-            self.retire_state(node.state)
+            self.retire_state(node.state, node.state_after)
             node.state = 0
             self.num_states -= 1
             self._note_move(node)
