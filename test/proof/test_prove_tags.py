@@ -228,16 +228,17 @@ def _a_page_used_after_it_was_retired(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_page_of_another_request(patch: pytest.MonkeyPatch) -> None:
-    """Who grows is given the page that was handed out last time."""
+    """Those who grow are given the pages that were handed out last time."""
     right, last = RequestMemory.grow, {}
 
-    def wrong(self: RequestMemory, req: Any, num_pages: int) -> Any:
-        pages, after = right(self, req, num_pages)
+    def wrong(self: RequestMemory, reqs: Any, nums: Any) -> Any:
+        pages, after = right(self, reqs, nums)
         given, last["pages"] = last.get("pages", pages), pages
-        if len(given) == len(pages):
-            req.pages[-len(pages) :] = type(req.pages)("i", given.tolist())
-            return given, after
-        return pages, after
+        if len(given) != len(pages):
+            return pages, after
+        for req, part in zip(reqs, np.split(given, np.cumsum(nums)[:-1]), strict=True):
+            req.pages[-len(part) :] = type(req.pages)("i", part.tolist())
+        return given, after
 
     patch.setattr(RequestMemory, "grow", wrong)
 

@@ -201,8 +201,8 @@ def _score_prompts(batch: StepBatch, views: Views, logits: torch.Tensor, fixed_o
 
 def _extend_arrays(batch: StepBatch) -> Arrays:
     """The host inputs of an extend step, except its page writes."""
-    chunks, sampled = batch.chunks, np.flatnonzero(batch.samples)
-    starts = np.array([0, *accumulate([len(chunk.token_ids) for chunk in chunks])], dtype=np.int64)
+    chunks, samples = batch.chunks, batch.samples
+    starts = [0, *accumulate([len(chunk.token_ids) for chunk in chunks])]
     bounds = zip(batch.starts.tolist(), batch.seq_lens.tolist(), strict=True)
     arrays: Arrays = {
         "input_ids": concatenated([chunk.token_ids for chunk in chunks]),
@@ -210,11 +210,12 @@ def _extend_arrays(batch: StepBatch) -> Arrays:
         "out_slots": concatenated([chunk.out_slots for chunk in chunks]),
         "rows": batch.rows,
         "seq_lens": batch.seq_lens,
-        "query_starts": starts.astype(np.int32),
-        "sample_rows": batch.rows[sampled],
-        "sample_positions": batch.seq_lens[sampled],
+        "query_starts": np.array(starts, dtype=np.int32),
+        "sample_rows": batch.rows[samples],
+        "sample_positions": batch.seq_lens[samples],
     }
-    logits_index, targets, named_rows = [starts[sampled + 1] - 1], [], []
+    ends = [end - 1 for end, is_sampled in zip(starts[1:], samples.tolist(), strict=True) if is_sampled]
+    logits_index, targets, named_rows = [np.array(ends, dtype=np.int64)], [], []
     for i, chunk in enumerate(chunks):
         if chunk.scored:
             logits_index.append(starts[i] + np.array(chunk.scored, dtype=np.int64))

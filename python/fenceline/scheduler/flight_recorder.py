@@ -203,11 +203,12 @@ class FlightRecorder:
             self._composition = -1
             self._rids = tuple([req.rid for req in reqs])
             # Load tickets would keep the Points of their transfers alive, one for each layer.
-            batch = replace(batch, chunks=tuple(map(self._without_prompt, batch.chunks)), loads=(), encodes=())
+            chunks = tuple(map(self._without_prompt, batch.chunks))
+            batch = replace(batch, chunks=chunks, after=Points.none(), loads=(), encodes=())
         elif batch.composition != self._composition:
             self._composition = batch.composition
             self._rids = tuple([req.rid for req in reqs])
-        if after:
+        if batch.after.points:
             batch = replace(batch, after=Points.none())
         self._run = _Run(batch, self._rids, after, events)
         self._advanced = 0

@@ -266,11 +266,15 @@ class RequestMemory:
         """Submit the loads that requests admitted since the last call need; their batch must wait for the tickets."""
         return () if self.tiers is None else self.tiers.start_loads()
 
-    def grow(self, req: Req, num_pages: int) -> tuple[I32, Points]:
-        """Give a running request ``num_pages`` more pages, which must be available. Returns the pages [num_pages] int32
-        and the Points after which they may be accessed."""
-        pages, after = self._alloc(num_pages)
-        req.pages.frombytes(pages.tobytes())
+    def grow(self, reqs: Sequence[Req], nums: Sequence[int]) -> tuple[I32, Points]:
+        """Give running requests more pages, ``nums[i]`` to ``reqs[i]``, which must be available. Returns all the pages
+        int32, one request's after the other's, and the Points after which they may be accessed."""
+        pages, after = self._alloc(sum(nums))
+        ids = array("i", pages.tobytes())
+        first = 0
+        for req, num in zip(reqs, nums, strict=True):
+            req.pages += ids[first : first + num]
+            first += num
         return pages, after
 
     def cache_prompt(self, req: Req) -> None:

@@ -15,6 +15,7 @@ from fenceline.scheduler.req import Req
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Grow = Callable[[Sequence[Req], Sequence[int]], tuple[npt.NDArray[np.int32], Points]]
 
 # A request gets pages for this many tokens at once while memory is plentiful, so that most steps change
 # no page table; the least it gets is one page.
@@ -165,15 +166,10 @@ class RunningBatch:
         return int((-(-missing[short] // self.page_size)).sum())
 
     def schedule_step(
-        self,
-        lens: I64,
-        shape: StepShape,
-        choice: DepthChoice,
-        num_available_pages: int,
-        grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
+        self, lens: I64, shape: StepShape, choice: DepthChoice, num_available_pages: int, grow: Grow
     ) -> StepBatch:
         """Make a step of ``shape``, by ``choice``, that brings the requests to ``lens`` (from :meth:`next_lens`).
-        ``grow(req, n)`` gives a request ``n`` more pages; a request gets at least the pages that it needs."""
+        ``grow``: see ``RequestMemory.grow``; a request gets at least the pages that it needs."""
         ends = lens + shape.num_spare if shape.num_spare else lens
         kept = lens + self._tree_slots(shape.num_spare) if shape.num_spare else lens
         if self._num_plain_steps:
@@ -207,30 +203,20 @@ class RunningBatch:
             depth=choice,
         )
 
-    def _grow(
-        self, lens: I64, num_available_pages: int, grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]]
-    ) -> tuple[PageWrites, Points]:
+    def _grow(self, lens: I64, num_available_pages: int, grow: Grow) -> tuple[PageWrites, Points]:
         short = np.flatnonzero(lens > self._capacity)
         if len(short) == 0:
             return PageWrites.none(), Points.none()
-        size = self.page_size
+        size, capacity = self.page_size, self._capacity[short]
         ahead = max(_AHEAD_TOKENS // size, 1)
-        plentiful = num_available_pages >= 2 * ahead * len(self.reqs)
-        rows, columns, ids, after = [], [], [], Points.none()
-        for i in short.tolist():
-            req, capacity = self.reqs[i], int(self._capacity[i])
-            num_pages = -(-(int(lens[i]) - capacity) // size)
-            if plentiful:
-                missing = int(self._final_lens[i]) - capacity
-                num_pages = max(num_pages, min(ahead, -(-missing // size)))
-            first = len(req.pages)
-            pages, points = grow(req, num_pages)
-            after = after.join(points)
-            rows.append(np.full(num_pages, req.row, dtype=np.int64))
-            columns.append(np.arange(first, first + num_pages, dtype=np.int64))
-            ids.append(pages)
-            self._capacity[i] += num_pages * size
-        return PageWrites(np.concatenate(rows), np.concatenate(columns), np.concatenate(ids)), after
+        nums = -(-(lens[short] - capacity) // size)
+        if num_available_pages >= 2 * ahead * len(self.reqs):
+            nums = np.maximum(nums, np.minimum(ahead, -(-(self._final_lens[short] - capacity) // size)))
+        pages, after = grow([self.reqs[i] for i in short.tolist()], nums.tolist())
+        self._capacity[short] += nums * size
+        # A request's new pages follow those that it has.
+        columns = np.arange(len(pages)) + np.repeat(capacity // size - (nums.cumsum() - nums), nums)
+        return PageWrites(np.repeat(self._rows[short], nums), columns, pages), after
 
     def _keep(self, keep: Bools) -> None:
         for req, stays, length in zip(self.reqs, keep.tolist(), self._allocated_lens.tolist(), strict=True):
