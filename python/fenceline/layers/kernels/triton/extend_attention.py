@@ -112,13 +112,13 @@ def extend_attention(
     do no harm. Softmax statistics and sums are float32. ``rules``: see ``LayerRules``; sinks are contiguous. On the
     current stream, no host synchronisation.
     """
-    num_heads, head_dim = q.shape[1:]
+    num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
-    batch, group = len(requests.rows), num_heads // num_kv_heads
+    batch, group = requests.rows.shape[0], num_heads // num_kv_heads  # len() of a tensor is several times slower
     assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
-    assert len(query_starts) == batch + 1 and len(requests.seq_lens) == batch
+    assert query_starts.shape == (batch + 1,) and requests.seq_lens.shape == (batch,)
     assert num_heads % num_kv_heads == 0
     assert rules.sinks is None or (rules.sinks.dtype == torch.float32 and rules.sinks.shape == (num_heads,))
     if out is None:
@@ -135,12 +135,12 @@ def extend_attention(
         requests.page_table.stride(0),
     )  # fmt: skip
     operands = (q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens)
-    numbers = (batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E)
+    numbers = (batch, num_tokens, scale * _LOG2_E, rules.soft_cap * _LOG2_E)
     tiles = num_kv_heads, grid.num_tiles, grid.num_splits
     extend.launch(tiles, (*operands, query_starts, rules.sinks), numbers)
     if grid.num_splits > 1:
-        blocks = len(q), -(-num_heads // merge.constants["HEADS"])
-        merge.launch(blocks, (partial, stats, out, rules.sinks), (grid.num_splits, len(q)))
+        blocks = num_tokens, -(-num_heads // merge.constants["HEADS"])
+        merge.launch(blocks, (partial, stats, out, rules.sinks), (grid.num_splits, num_tokens))
     return out
 
 
