@@ -24,7 +24,8 @@ _NO_EFFECT = frozenset(
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout",
         "hidden_dropout", "hidden_dropout_prob", "dropout", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "pretraining_tp", "use_mtp", "moe_aux_loss_lambda", "moe_capacity",
-        "moe_use_aux_free", "input_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size",
+        "moe_use_aux_free", "input_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "shift_labels",
+        "mup_denominator",
         # They say what a call of transformers returns, and how it computes the same numbers.
         "use_cache", "output_hidden_states", "output_attentions", "return_dict", "return_dict_in_generate",
         "chunk_size_feed_forward", "tie_last_hidden_states", "_attn_implementation", "attn_implementation",

@@ -218,6 +218,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     _check_images(args, model, device, chunk and min(chunk, max_prefill_tokens))
     max_running_requests = _max_running_requests(args, device, model.context_length)
     _check_states(args, model, device, max_running_requests)
+    _check_blocks(args, model, device)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
     _check_ranks(args, model, None if speculative is None else speculative.draft.model)
@@ -424,7 +425,8 @@ def _check_split(size: int, groups: int, model: ModelConfig, name: str) -> None:
         and all(size % n == 0 for size in model.plain_mlp_sizes)
         and n % groups == 0
         and (experts is None or experts.intermediate_size % (n // groups * group) == 0)
-        and (kv_heads % n == 0 or (n > kv_heads and n % kv_heads == 0))
+        # All queries that share a key head select its blocks together.
+        and (kv_heads % n == 0 or (model.blocks is None and n > kv_heads and n % kv_heads == 0))
         and recurrent % n == 0
     ]
     if size not in possible:
@@ -672,6 +674,26 @@ def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running
         require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")
     require(
         device != "cuda", f"{model.architecture}: its recurrent layers have no kernels for a GPU yet; give --device cpu"
+    )
+
+
+def _check_blocks(args: ServerArgs, model: ModelConfig, device: str) -> None:
+    """Raises ConfigError for what attention to selected blocks cannot be computed with."""
+    if (blocks := model.blocks) is None:
+        return
+    require(
+        args.page_size % blocks.stride == 0,
+        f"--page-size {args.page_size}: {model.architecture} keeps means of the keys of {blocks.stride} tokens, which"
+        f" lie in one page; use --page-size 16, 32 or 64, a multiple of {blocks.stride}",
+    )
+    require(
+        args.kv_cache_dtype == "auto",
+        f"--kv-cache-dtype {args.kv_cache_dtype}: not supported for the selected blocks of {model.architecture}; leave"
+        " it out",
+    )
+    require(
+        device != "cuda",
+        f"{model.architecture}: its attention to selected blocks has no kernels for a GPU yet; give --device cpu",
     )
 
 

@@ -102,13 +102,40 @@ class IndexerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksConfig:
+    """Sparse attention to blocks of ``size`` tokens (InfLLM-V2, arXiv:2509.24663). With each key head a query attends
+    to ``top_k`` of the blocks that it sees, to all if there are no more: to the ``first`` ones of the sequence, its own
+    and the ``local`` before it, and to those with the best scores. A score comes from means of ``width`` keys, one
+    begins at every ``stride``-th token: see ``block_selection``."""
+
+    size: int
+    top_k: int
+    first: int
+    local: int
+    width: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.size % self.stride or self.width % self.stride or self.stride < 2:
+            raise ConfigError(
+                f"config.json: block_size {self.size} and kernel_size {self.width} must be multiples of kernel_stride"
+                f" {self.stride}, which is at least 2"
+            )
+        if self.first + self.local + 1 > self.top_k:
+            raise ConfigError(
+                f"config.json: {self.first} blocks of init_blocks and {self.local + 1} of window_size are more than the"
+                f" {self.top_k} to which a query attends"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentConfig:
-    """Layers that carry a state in place of attending to all tokens, each with a convolution over ``taps`` tokens. Each
-    of ``num_heads`` has a state of [key_dim, value_dim], and ``num_key_heads`` share out the queries and keys; without
-    heads the convolution is all."""
+    """Layers that carry a state in place of attending to all tokens, each with a convolution over ``taps`` tokens (0:
+    none). Each of ``num_heads`` has a state of [key_dim, value_dim], and ``num_key_heads`` share out the queries and
+    keys; without heads the convolution is all."""
 
     layers: frozenset[int]
-    taps: int
+    taps: int = 0
     num_heads: int = 0
     num_key_heads: int = 0
     key_dim: int = 0
@@ -521,6 +548,53 @@ def _lfm2_convolutions(reader: ConfigReader, num_layers: int) -> RecurrentConfig
     return RecurrentConfig(layers=layers, taps=reader.size("conv_L_cache", 3))
 
 
+# What mixer_types calls the layers of MiniCPM-SALA.
+_SALA_SPARSE, _SALA_LIGHTNING = ("minicpm4",), ("lightning-attn", "lightning_attn", "lightning")
+
+
+def _sala_lightning(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
+    kinds = reader.strings("mixer_types")
+    if len(kinds) < num_layers or set(kinds) - {*_SALA_SPARSE, *_SALA_LIGHTNING}:
+        raise ConfigError(
+            f"config.json: mixer_types must say minicpm4 or lightning-attn of each of the {num_layers} layers"
+        )
+    heads, dim = reader.size("lightning_nh"), reader.size("lightning_head_dim")
+    if reader.size("lightning_nkv", heads) != heads or dim != reader.size("head_dim"):
+        raise ConfigError(
+            f"config.json: lightning_nkv must be lightning_nh {heads}, and lightning_head_dim {dim} must be head_dim"
+        )
+    layers = frozenset(i for i in range(num_layers) if kinds[i] in _SALA_LIGHTNING)
+    return RecurrentConfig(layers=layers, num_heads=heads, num_key_heads=heads, key_dim=dim, value_dim=dim)
+
+
+def _sala_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    return frozenset(i for i, kind in enumerate(reader.strings("mixer_types")) if kind in _SALA_SPARSE)
+
+
+def _sala_blocks(reader: ConfigReader) -> BlocksConfig | None:
+    """A length from which on attention is sparse, dense_len, has no effect: all requests take the sparse form, which
+    is dense up to ``top_k`` blocks, so that a query's result does not depend on how long its prompt is, or was cut."""
+    entries = reader.values.get("sparse_config")
+    if not isinstance(entries, Mapping):
+        return None
+    inside = ConfigReader(entries)
+    size = inside.size("block_size", 64)
+    local = inside.size("window_size", 2048) // size
+    blocks = BlocksConfig(
+        size=size,
+        top_k=inside.size("topk", 64) + local,
+        first=inside.count("init_blocks", default=1),
+        local=local,
+        width=inside.size("kernel_size", 32),
+        stride=inside.size("kernel_stride", 16),
+    )
+    if inside.switch("use_nope"):
+        raise ConfigError("config.json: use_nope true in sparse_config is not supported, only false is")
+    if reader.size("head_dim") % blocks.stride:
+        raise ConfigError(f"config.json: head_dim must be a multiple of kernel_stride {blocks.stride}")
+    return blocks
+
+
 def _linear_layers(kinds: tuple[str, ...], num_layers: int) -> frozenset[int]:
     if len(kinds) < num_layers or set(kinds) - {"linear_attention", "full_attention"}:
         raise ConfigError(
@@ -579,7 +653,8 @@ class Family:
     ``head_dim`` is a default (None: hidden_size divided by the number of heads). ``windows`` returns the sliding window
     of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
     number of layers. ``latent`` returns the sizes of latent attention; None: layers keep keys and values. ``indexer``
-    returns how latents are selected (None: none are), and gets the number of layers.
+    returns how latents are selected (None: none are), and gets the number of layers. ``blocks`` returns how blocks of
+    keys are (None: all are attended to).
     ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
     ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
     ``activation_key`` is the entry for the activation, None if there is none.
@@ -621,6 +696,7 @@ class Family:
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
     latent: Callable[[ConfigReader], LatentConfig] | None = None
     indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
+    blocks: Callable[[ConfigReader], BlocksConfig | None] | None = None
     vision: Callable[[Mapping[str, object], Path], VisionConfig | None] | None = None
     recurrent: Callable[[ConfigReader, int], RecurrentConfig] | None = None
     renamed: Callable[[Mapping[str, object]], dict[str, object]] = dict
@@ -804,6 +880,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "MiniCPM3ForCausalLM": Family(
             rms_norm_eps=1e-5, tied=True, multipliers=_minicpm3_multipliers, latent=_minicpm3_latent
+        ),
+        "MiniCPMSALAForCausalLM": Family(
+            computed={
+                "attn_use_rope": (False,),
+                "attn_use_output_gate": (True,),
+                "lightning_scale": ("1/sqrt(d)",),
+                "lightning_use_rope": (True,),
+                "qk_norm": (True,),
+                "use_output_gate": (True,),
+                "use_output_norm": (True,),
+            },
+            multipliers=_minicpm3_multipliers,
+            unrotated=_sala_unrotated,
+            blocks=_sala_blocks,
+            recurrent=_sala_lightning,
         ),
         "MistralForCausalLM": Family(windows=_mistral_windows),
         "MixtralForCausalLM": Family(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-INDEX = "index"  # the name of an indexer's row
+INDEX = "index"  # the name of the row by which tokens are selected
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
@@ -54,6 +54,13 @@ def index_keys(head_dim: int, dtype: str) -> tuple[KVRow, ...]:
     if dtype == "float8_e4m3fn":
         return (KVRow(INDEX, (1, head_dim + 4), "uint8", replicated=True),)
     return (KVRow(INDEX, (1, head_dim), dtype, replicated=True),)
+
+
+def group_means(num_kv_heads: int, head_dim: int, group: int, dtype: str) -> tuple[KVRow, ...]:
+    """The row of a layer that selects blocks of tokens: the means of the keys of each ``group`` successive tokens,
+    which lie one after the other in a page. Their rows together have the mean of each head, so a token's row has that
+    share of the features."""
+    return (KVRow(INDEX, (num_kv_heads, head_dim // group), dtype),)
 
 
 class Part(NamedTuple):

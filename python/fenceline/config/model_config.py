@@ -13,6 +13,7 @@ from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
 from fenceline.config.families import (
     FAMILIES,
+    BlocksConfig,
     ExpertsConfig,
     Family,
     IndexerConfig,
@@ -21,7 +22,7 @@ from fenceline.config.families import (
     RecurrentConfig,
     Windows,
 )
-from fenceline.config.kv_layout import KVRow, index_keys, keys_and_values, latent
+from fenceline.config.kv_layout import KVRow, group_means, index_keys, keys_and_values, latent
 from fenceline.config.model_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
 from fenceline.config.quantization import QuantConfig, read_mxfp4, read_quantization
 from fenceline.config.vision import VisionConfig
@@ -66,11 +67,11 @@ class ModelConfig:
     ``RotaryEmbedding``. ``unrotated_layers`` have no position embedding. ``quantization`` is the number format of the
     linear layers; None: ``dtype``. ``experts`` is None for dense models. ``latent`` is None for models whose layers
     keep keys and values; otherwise all heads share one row, which counts as one key/value head, and ``head_dim`` is
-    that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected. ``vision``
-    is the tower of a model that reads images; None: it reads texts alone. ``rope_axes`` says by
-    which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2 the column in an image; empty:
-    all turn by time. ``recurrent_layers`` carry a state and do not attend, so that they have no rows in the KV pool;
-    ``recurrent`` has the sizes of gated delta nets.
+    that of queries. ``indexer`` is None if latents are attended to as keys and values are, and not selected; ``blocks``
+    is None if all keys are attended to. ``vision`` is the tower of a model that reads images; None: it reads texts
+    alone. ``rope_axes`` says by which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2
+    the column in an image; empty: all turn by time. ``recurrent_layers`` carry a state and do not attend, so that they
+    have no rows in the KV pool; ``recurrent`` has the sizes of their heads.
     """
 
     model_path: str
@@ -111,6 +112,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     indexer: IndexerConfig | None = None
+    blocks: BlocksConfig | None = None
     vision: VisionConfig | None = None
     rope_axes: tuple[int, ...] = ()
     recurrent_layers: frozenset[int] = frozenset()
@@ -161,8 +163,11 @@ class ModelConfig:
                 return (rows,) * self.num_attention_layers
             keys = index_keys(index.head_dim, dtype)
             return tuple(rows + keys if layer in index.layers else rows for layer in self.layer_indices)
-        num_heads = max(self.num_kv_heads // num_ranks, 1)
-        return (keys_and_values(num_heads, self.head_dim, dtype),) * self.num_attention_layers
+        num_heads, blocks = max(self.num_kv_heads // num_ranks, 1), self.blocks
+        rows = keys_and_values(num_heads, self.head_dim, dtype)
+        if blocks is not None:
+            rows += group_means(num_heads, self.head_dim, blocks.stride, dtype)
+        return (rows,) * self.num_attention_layers
 
     @property
     def rotary_dim(self) -> int:
@@ -304,6 +309,7 @@ class ModelConfig:
             experts=experts,
             latent=sizes,
             indexer=indexer,
+            blocks=None if family.blocks is None else family.blocks(reader),
             vision=vision,
             rope_axes=_rope_axes(hf, int(rotary_dim * partial_rotary)),
             recurrent=recurrent,

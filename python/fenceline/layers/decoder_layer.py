@@ -157,8 +157,11 @@ class TokenMixer(Branch):
 
     def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
-        attended = batch.attn.forward(self.layer_id, *self.split(projected), self.score_scale)
-        return self._as_values(attended).flatten(1)
+        return self._as_values(self._attention(projected, batch)).flatten(1)
+
+    def _attention(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        return batch.attn.forward(self.layer_id, *self.split(projected), self.score_scale)
 
     def attend_between_pieces(self, batch: ForwardBatch) -> None:
         """``attend`` for a forward in pieces: it reads its input from one buffer and writes its result to another."""
@@ -231,6 +234,8 @@ class SelfAttention(TokenMixer):
 
     gated = False
     """Whether q_proj also makes gates, by whose sigmoids the heads' results are multiplied."""
+    gate: str | None = None
+    """The projection that makes them, if it is one of its own."""
 
     def __init__(
         self,
@@ -251,8 +256,9 @@ class SelfAttention(TokenMixer):
         config, context = site.config, site.context.inside(self.name)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.qkv_proj = QKVParallelLinear(
-            input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context, self.gated
-        )
+            input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context,
+            self.gated, self.gate,
+        )  # fmt: skip
         heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
         window = config.window(site.index)
         binds = window is not None and window < config.context_length
@@ -270,7 +276,7 @@ class SelfAttention(TokenMixer):
             self._norms = QKNorm(self.q_norm.weight, self.k_norm.weight, eps)
         self._wide_norms: tuple[WideNorm, ...] = ()
         if wide_qk_norm:
-            q_part, k_part, _ = self.qkv_proj.parts
+            q_part, k_part, *_ = self.qkv_proj.parts
             self._wide_norms = (WideNorm("q_norm", q_part, eps, context), WideNorm("k_norm", k_part, eps, context))
         self._kernels = context.kernels
         # A checkpoint may have scales by which keys and values are divided in FP8. They are kept as Python numbers,
@@ -341,13 +347,18 @@ class GatedAttention(SelfAttention):
     gated = True
 
     def _products(self, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
-        both, *others = super()._products(x, batch, None).split(self.qkv_proj.sizes, 1)
-        queries, gates = both.unflatten(1, (self.heads.num_heads, 2, -1)).unbind(2)
+        *others, gates = self._gates_last(super()._products(x, batch, None).split(self.qkv_proj.sizes, 1))
         if batch.buffers is None:
-            batch.sparse.gates = gates.flatten(1)
+            batch.sparse.gates = gates
         else:
-            batch.buffers.tensors[self._gates_buffer].copy_(gates.flatten(1))
-        return torch.cat((queries.flatten(1), *others), 1, out=out)
+            batch.buffers.tensors[self._gates_buffer].copy_(gates)
+        return torch.cat(others, 1, out=out)
+
+    def _gates_last(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parts of the product → queries, keys, values and gates, each [T, features]."""
+        both, *others = parts
+        queries, gates = both.unflatten(1, (self.heads.num_heads, 2, -1)).unbind(2)
+        return queries.flatten(1), *others, gates.flatten(1)
 
     @property
     def _gates_buffer(self) -> str:
@@ -367,6 +378,15 @@ class GatedAttention(SelfAttention):
     def arena_fields(self) -> Sequence[ArenaField]:
         gates = ArenaField(self._gates_buffer, self._dtype, Role.OUTPUT, pad=0, shape=self._widths[1:])
         return (*super().arena_fields(), gates)
+
+
+class OutputGatedAttention(GatedAttention):
+    """``GatedAttention`` whose gates have a projection of their own, ``o_gate``."""
+
+    gated, gate = False, "o_gate"
+
+    def _gates_last(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return parts
 
 
 def in_order(slots: WeightSlots, order: Sequence[int]) -> WeightSlots:

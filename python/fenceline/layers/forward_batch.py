@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.families import BlocksConfig
 from fenceline.memory_order import Best
 
 if TYPE_CHECKING:
@@ -121,6 +122,16 @@ class IndexQueries:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BlockQueries:
+    """By what a layer selects blocks of tokens, for each of its key heads with the queries that share the head."""
+
+    queries: torch.Tensor  # [T, num_heads, head_dim], possibly a strided view
+    scale: float  # of scores
+    blocks: BlocksConfig
+    best: Best  # guard ``tie_order``
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """The tokens to which the queries of one step attend in some layers. ``tokens`` are in the form that the step's
     plan has given them, and only the plan reads them."""
@@ -186,6 +197,11 @@ class AttentionPlan(ABC):
         ``index`` rows."""
         raise AssertionError(f"the attention of layer {layer_id} selects no tokens")
 
+    def select_blocks(self, layer_id: int, wanted: BlockQueries) -> Sequence[torch.Tensor]:
+        """The tokens of the blocks to which each query attends with each key head: see ``BlocksConfig``. Of equal
+        scores the first blocks are taken. The means of this step's own keys are in the layer's ``index`` rows."""
+        raise AssertionError(f"the attention of layer {layer_id} selects no blocks")
+
     def forward_selected(
         self,
         layer_id: int,
@@ -195,7 +211,7 @@ class AttentionPlan(ABC):
         scale: float,
         tokens: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Like ``forward``, over the ``tokens`` that ``select`` has returned."""
+        """Like ``forward``, over the ``tokens`` that ``select`` or ``select_blocks`` has returned."""
         raise AssertionError(f"the attention of layer {layer_id} selects no tokens")
 
 

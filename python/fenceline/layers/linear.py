@@ -103,9 +103,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool,
         context: LayerContext,
         gated: bool = False,
+        gate: str | None = None,
     ) -> None:
         """``num_heads`` and ``num_kv_heads``: the whole model's. ``gated``: q_proj has as many rows again for gates,
-        after those of each query head."""
+        after those of each query head. ``gate``: a projection of this name makes them, behind the values."""
         shard = context.shard
         q_heads = shard.divide(num_heads, "attention heads")
         kv_heads, kv_index = split_kv_heads(num_kv_heads, shard)
@@ -115,6 +116,8 @@ class QKVParallelLinear(ColumnParallelLinear):
             ColumnPart("k_proj", kv_full, kv_size, kv_index),
             ColumnPart("v_proj", kv_full, kv_size, kv_index),
         ]
+        if gate is not None:
+            parts.append(ColumnPart(gate, num_heads * q_dim, q_heads * q_dim, shard.rank))
         super().__init__(hidden_size, parts, bias, context)
         self.num_heads = q_heads
         self.num_kv_heads = kv_heads

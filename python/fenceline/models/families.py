@@ -11,6 +11,7 @@ import torch
 
 from fenceline.config.config_reader import ConfigReader
 from fenceline.config.model_config import ModelConfig
+from fenceline.layers.block_attention import BlockSparseAttention
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import (
     Branch,
@@ -19,6 +20,7 @@ from fenceline.layers.decoder_layer import (
     GatedAttention,
     GatedMLP,
     LayerSite,
+    OutputGatedAttention,
     SelfAttention,
     TokenMixer,
 )
@@ -26,6 +28,7 @@ from fenceline.layers.experts import ExpertNames, ExpertsMLP
 from fenceline.layers.gated_delta_net import GatedDeltaNet
 from fenceline.layers.kimi_delta_attention import KimiDeltaAttention
 from fenceline.layers.latent_attention import LatentAttention
+from fenceline.layers.lightning_attention import LightningAttention
 from fenceline.layers.short_convolution import ShortConvolution
 from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
@@ -210,6 +213,20 @@ def _minicpm3(site: LayerSite) -> DecoderLayer:
     return DecoderLayer(LatentAttention(site, site.config.attention_bias), GatedMLP(site, site.config.mlp_bias))
 
 
+def _minicpm_sala(site: LayerSite) -> DecoderLayer:
+    """MiniCPM-SALA (OpenBMB, 2026): lightning attention in three of four layers, and attention to selected blocks,
+    without positions and with output gates, in the others (InfLLM-V2, arXiv:2509.24663); multipliers as in MiniCPM3.
+    ``attention_bias`` is for all projections of both."""
+    bias = site.config.attention_bias
+    attention: TokenMixer
+    if site.index in site.config.recurrent_layers:
+        attention = LightningAttention(site, bias)
+    else:
+        kind = OutputGatedAttention if site.config.blocks is None else BlockSparseAttention
+        attention = kind(replace(site, rotary=site.rotary.without_rotation), bias, bias)
+    return DecoderLayer(attention, GatedMLP(site, site.config.mlp_bias))
+
+
 def _ernie4_5(site: LayerSite) -> DecoderLayer:
     """ERNIE 4.5 (Baidu, 2025, https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf), dense and with
     experts: Llama in which adjacent features of a head rotate as pairs. ``use_bias`` in config.json is for all
@@ -342,6 +359,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "MiMoForCausalLM": Architecture(_qwen2),
         "MiniMaxM2ForCausalLM": Architecture(_minimax_m2),
         "MiniCPM3ForCausalLM": Architecture(_minicpm3),
+        "MiniCPMSALAForCausalLM": Architecture(_minicpm_sala),
         "MistralForCausalLM": Architecture(_plain),
         "MixtralForCausalLM": Architecture(_mixtral),
         "Olmo2ForCausalLM": Architecture(_olmo2),

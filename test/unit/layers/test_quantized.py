@@ -22,6 +22,7 @@ from quantized_checkpoints import (
     write_published,
 )
 from safetensors.torch import load_file, save_file
+from sala_reference import save_sala
 from transformers import AutoModelForCausalLM
 
 from fenceline.config.engine_config import resolve
@@ -89,6 +90,14 @@ LATENT = {
     "kv_lora_rank": 128,
     "v_head_dim": 32,
 }
+SALA: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "mixer_types": ["minicpm4", "lightning-attn"],
+    "lightning_nh": 8,
+    "lightning_nkv": 8,
+    "lightning_head_dim": 32,
+}
 OTHERS = [
     *(("deepseek-v2", name) for name in FORMATS),
     *((family, name) for family in ("deepseek-v3.2", "glm-5") for name in FP8_FORMATS),
@@ -96,6 +105,7 @@ OTHERS = [
     *((family, name) for family in ("qwen3-moe", "mixtral") for name in FORMATS),
     *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
     ("glm4-moe", "compressed-tensors-channel"),
+    *(("minicpm-sala", name) for name in ("fp8-blocks", "gptq")),
 ]
 
 
@@ -107,6 +117,9 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
+            if family == "minicpm-sala":
+                save_sala(made[family], SIZES | SALA)
+                return made[family]
             dense = {"num_attention_heads": 8, "num_key_value_heads": 4}
             has_latents = family in ("deepseek-v2", "deepseek-v3.2", "glm-5")
             sizes = LATENT if has_latents else dense if family in ("phi3", "glm4") else WITH_EXPERTS

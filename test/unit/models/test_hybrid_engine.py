@@ -1,4 +1,4 @@
-"""A model with recurrent layers in the whole engine, on the CPU: tokens are those of transformers, and the same bits
+"""A model with recurrent layers in the whole engine, on the CPU: tokens are those of a reference, and the same bits
 however requests are cut, batched, cached and retracted."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_parity import save_checkpoint
+from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.config import ConfigError
@@ -18,10 +19,17 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+_ONE_HEAD = '{"linear_num_key_heads": 1, "lightning_nh": 1, "lightning_nkv": 1}'  # of the recurrent layers
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "minicpm-sala"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, torch.nn.Module]:
     directory = tmp_path_factory.mktemp("hybrid")
-    return directory, save_checkpoint("qwen3-next", directory)
+    if request.param == "minicpm-sala":
+        return directory, save_sala(directory)
+    return directory, save_checkpoint(request.param, directory)
 
 
 def _driver(directory: Path, **flags: object) -> Driver:
@@ -56,7 +64,7 @@ def _told(
 
 
 @torch.inference_mode()
-def test_tokens_are_those_of_transformers(
+def test_tokens_are_those_of_the_reference(
     checkpoint: tuple[Path, torch.nn.Module], alone: tuple[list[list[int]], list[list[float]]]
 ) -> None:
     _, reference = checkpoint
@@ -106,7 +114,7 @@ def test_a_conversation_goes_on_from_its_answers_state(
     [
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: not supported for .* leave it out"),
         (
-            {"tp_size": 2, "load_format": "dummy", "json_model_override_args": '{"linear_num_key_heads": 1}'},
+            {"tp_size": 2, "load_format": "dummy", "json_model_override_args": _ONE_HEAD},
             "--tp-size 2: .* 1 key heads or channels of recurrent layers .* use 1$",
         ),
         ({"piecewise_cuda_graph_tokens": (64,)}, "--piecewise-cuda-graph-tokens: not supported for .* leave it out"),
@@ -117,7 +125,8 @@ def test_a_conversation_goes_on_from_its_answers_state(
 def test_what_states_do_not_allow_is_refused_with_a_remedy(
     checkpoint: tuple[Path, torch.nn.Module], flags: dict[str, object], reason: str
 ) -> None:
-    args = ServerArgs(model_path=str(checkpoint[0]), device="cpu", max_running_requests=8, **flags)  # type: ignore[arg-type]
+    sizes = {"max_running_requests": 8, "page_size": 16}
+    args = ServerArgs(model_path=str(checkpoint[0]), device="cpu", **sizes, **flags)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=reason):
         resolve(args)
 

@@ -24,6 +24,7 @@ from model_parity import (
     shortest_config,
 )
 from safetensors.torch import load_file, save_file
+from sala_reference import save_sala
 from vision_cases import VISION_MODELS
 
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
@@ -54,6 +55,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 def test_logits_equal_transformers(saved: Callable[[str], Saved], name: str, page_size: int) -> None:
     directory, reference = saved(name)
     check_parity(directory, reference, page_size, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("others", "page_size"),
+    [({}, 16), ({"sparse_config": None, "attention_bias": True, "lightning_nh": 4, "lightning_nkv": 4}, 1)],
+)
+def test_minicpm_sala_is_its_definition(others: dict[str, object], page_size: int, tmp_path: Path) -> None:
+    """transformers has no class of it."""
+    check_parity(tmp_path, save_sala(tmp_path, others), page_size, "cpu")
 
 
 @pytest.mark.parametrize("name", LATENTS)
@@ -220,7 +230,7 @@ def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> No
 def test_every_family_is_compared_and_documented() -> None:
     compared = {f"{family.removesuffix('Text')}ForCausalLM" for family, _ in CHECKPOINTS.values()}
     others = {"MiMoForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
-    others |= {*VISION_MODELS}
+    others |= {*VISION_MODELS, "MiniCPMSALAForCausalLM"}
     assert compared | others == set(MODELS), (
         "MiMo's layers are Qwen2's; transformers has no class of it. The others have tests of their own"
     )

@@ -20,6 +20,7 @@ from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
+    BlockQueries,
     ForwardMode,
     GraphDecodeInputs,
     IndexQueries,
@@ -131,6 +132,9 @@ class _Plans(AttentionPlan):
 
     def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
         return self._plans[self._index[layer_id]].select(layer_id, index)
+
+    def select_blocks(self, layer_id: int, wanted: BlockQueries) -> Sequence[torch.Tensor]:
+        return self._plans[self._index[layer_id]].select_blocks(layer_id, wanted)
 
     def forward_selected(
         self,

@@ -35,7 +35,7 @@ class LayerRules:
     ``rows`` names the layer's rows in the KV pool that hold the keys and the values. It may be the same row for both
     (``latent``). ``value_dim``: the layer needs only so many of each result's features, the first ones, so the others
     are undefined and need not be computed (None: all). ``selects``: a query attends to the tokens that an indexer has
-    selected for it (``AttentionPlan.select``).
+    selected for it (``AttentionPlan.select``), or to those of selected blocks (``select_blocks``).
     """
 
     window: int | None = None

@@ -50,6 +50,15 @@ class _FixedOrderPlan(ReferencePlan):
             outputs.append(_attend_tile(tile, k, v, hidden[..., rows, :], scale, rules.soft_cap, sinks))
         return torch.cat(outputs, 2).to(q.dtype)
 
+    def products(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        num_rows, num_keys = rows.shape[-2], keys.shape[-2]
+        rows = F.pad(rows, (0, 0, 0, -num_rows % _ROWS)).unflatten(-2, (-1, 1, _ROWS))
+        keys = F.pad(keys, (0, 0, 0, -num_keys % _SEGMENT)).unflatten(-2, (1, -1, _SEGMENT)).transpose(-1, -2)
+        shape = torch.broadcast_shapes(rows.shape[:-2], keys.shape[:-2])
+        tiles = (x.expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (rows, keys))
+        products = torch.bmm(*tiles).unflatten(0, shape).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+        return products[..., :num_rows, :num_keys]
+
     def index_scores(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         num_heads, segments = q.shape[2], k.unflatten(1, (-1, _SEGMENT)).transpose(2, 3)
         scores = q.new_zeros(*q.shape[:2], k.shape[1])
@@ -75,7 +84,7 @@ def _attend_tile(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """At most ``_ROWS`` rows of q [G, heads, rows, head_dim] over k and v [G, heads, segments, _SEGMENT, head_dim] →
-    like q, all in float32. ``hidden`` [G, 1, segments, rows, _SEGMENT]; sinks [heads, rows]."""
+    like q, all in float32. ``hidden`` [G, 1 or heads, segments, rows, _SEGMENT]; sinks [heads, rows]."""
     num_rows, num_segments = q.shape[2], k.shape[2]
     to_tile = (0, 0, 0, _ROWS - num_rows)  # only products need whole tiles
     tiles = F.pad(q, to_tile).unsqueeze(2).expand(-1, -1, num_segments, -1, -1).flatten(0, 2)

@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from fenceline.config.kv_layout import INDEX
 from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
+from fenceline.layers.attention.block_selection import selected_blocks
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
+    BlockQueries,
     ForwardMode,
     GraphDecodeInputs,
     IndexQueries,
@@ -34,7 +37,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 _GATHER_BYTES = 256 << 20  # of keys and values that are gathered at once
 _GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this many times as much
 _QUERY_BLOCK = 128  # queries of a request that are computed at once
-_MOST_SCORES = 1 << 24  # of an indexer's heads, that are computed at once
+_MOST_SCORES = 1 << 24  # by which tokens are selected, that are computed at once
 # Tokens past a request's end are read from the sink page, never from one that may belong to another request by now.
 SINK_SLOT = 0
 
@@ -138,6 +141,32 @@ class ReferencePlan(AttentionPlan):
             selected.append(torch.cat(blocks, 1))
         return selected
 
+    def select_blocks(self, layer_id: int, wanted: BlockQueries) -> Sequence[torch.Tensor]:
+        """For each read which tokens each query attends to with each key head: [G, num_kv_heads, queries, tokens]
+        bool."""
+        rows, blocks, selected, first = self._kv_pool.row(layer_id, INDEX), wanted.blocks, [], 0
+        means_of_layer = rows.view(-1, rows.shape[1], rows.shape[2] * blocks.stride)
+        for slots, visible in self._reads:
+            num_queries, num_tokens, last = *visible.shape[1:], first + len(slots) * visible.shape[1]
+            # Of whole blocks, from the first token on; the means of groups that are not full are not read.
+            groups = F.pad(slots, (0, -num_tokens % blocks.size), value=SINK_SLOT)[:, :: blocks.stride] // blocks.stride
+            num_seen = visible.sum(-1)
+            ends = torch.arange(1, groups.shape[1] + 1, device=slots.device) * blocks.stride
+            full = ends <= num_seen.amax(1, keepdim=True)
+            means = means_of_layer.index_select(0, groups.view(-1)).unflatten(0, groups.shape).float()
+            means = means.masked_fill(~full[..., None, None], 0.0)
+            queries, first = wanted.queries[first:last].unflatten(0, (-1, num_queries)).float(), last
+            step, tokens = max(_MOST_SCORES // (queries.shape[2] * groups.numel()), 1), []
+            for own, seen, mask in zip(*(x.split(step, 1) for x in (queries, num_seen, visible)), strict=True):
+                chosen = selected_blocks(own, means, seen, wanted, self.products)
+                tokens.append(chosen.repeat_interleave(blocks.size, -1)[..., :num_tokens] & mask.unsqueeze(1))
+            selected.append(torch.cat(tokens, 2))
+        return selected
+
+    def products(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """rows [..., n, features] and keys [..., m, features], float32 → [..., n, m]."""
+        return rows @ keys.transpose(-1, -2)
+
     def index_scores(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """q [G, queries, heads, features], k [G, tokens, features], weights [G, queries, heads], all float32 → [G,
         queries, tokens]: see ``IndexQueries``. Sums of zeros are +0, whatever the signs of weights."""
@@ -155,16 +184,17 @@ class ReferencePlan(AttentionPlan):
         assert self._reads, "prepare comes first"
         rules, outputs, first = self._rules.get(layer_id, PLAIN), [], 0
         for slots, visible in reads:
-            num_queries, last = visible.shape[1], first + len(slots) * visible.shape[1]
+            visible = visible if visible.dim() == 4 else visible.unsqueeze(1)  # with an axis of key heads
+            num_queries, last = visible.shape[2], first + len(slots) * visible.shape[2]
             keys, values = (
                 rows.unflatten(0, slots.shape).transpose(1, 2)
                 for rows in gathered(self._kv_pool, layer_id, rules, slots.view(-1), q.dtype)
             )
             queries = q[first:last].unflatten(0, (-1, num_queries)).unflatten(2, (num_kv_heads, -1))
             blocks, first = [], last
-            for own, mask in zip(queries.split(_QUERY_BLOCK, 1), visible.split(_QUERY_BLOCK, 1), strict=True):
+            for own, mask in zip(queries.split(_QUERY_BLOCK, 1), visible.split(_QUERY_BLOCK, 2), strict=True):
                 # The heads that share a KV head are further rows: [G, num_kv_heads, group * queries, head_dim].
-                own, mask = own.permute(0, 2, 3, 1, 4), mask.repeat(1, own.shape[3], 1).unsqueeze(1)
+                own, mask = own.permute(0, 2, 3, 1, 4), mask.repeat(1, 1, own.shape[3], 1)
                 sinks = rules.sinks
                 if sinks is not None:
                     sinks = sinks.view(num_kv_heads, -1).repeat_interleave(own.shape[3], 1)
@@ -177,7 +207,7 @@ class ReferencePlan(AttentionPlan):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, rules: LayerRules
     ) -> torch.Tensor:
         """q [G, num_kv_heads, rows, head_dim] over k and v [G, num_kv_heads, tokens, head_dim] → like q. ``visible``
-        [G, 1, rows, tokens], at least one token for each row; sinks [num_kv_heads, rows]."""
+        [G, 1 or num_kv_heads, rows, tokens], at least one token for each row; sinks [num_kv_heads, rows]."""
         scores = q.float() @ k.float().transpose(2, 3) * scale
         if rules.soft_cap:
             scores = torch.tanh(scores / rules.soft_cap) * rules.soft_cap

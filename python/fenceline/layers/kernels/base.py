@@ -162,6 +162,18 @@ class LayerKernels:
         """See ``recurrence.gated_norm``."""
         return gated_norm(x, gate, weight, eps, silu)
 
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, norms: QKNorm | None, table: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Normalise (if ``norms``) and rotate q and k, each [T, heads, head_dim], in place. Others: see
+        ``rotate_and_store``."""
+        cos, sin = rotary_angles(table, positions)
+        rotated = (q, k)
+        if norms is not None:
+            rotated = (self.rms_norm(q, norms.q_weight, norms.eps), self.rms_norm(k, norms.k_weight, norms.eps))
+        q.copy_(apply_rotary(rotated[0], cos, sin))
+        k.copy_(apply_rotary(rotated[1], cos, sin))
+
     def rotate_and_store(
         self,
         qkv: torch.Tensor,
@@ -183,12 +195,7 @@ class LayerKernels:
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
         """
         q, k, v = heads.split(qkv)
-        cos, sin = rotary_angles(table, positions)
-        rotated = (q, k)
-        if norms is not None:
-            rotated = (self.rms_norm(q, norms.q_weight, norms.eps), self.rms_norm(k, norms.k_weight, norms.eps))
-        q.copy_(apply_rotary(rotated[0], cos, sin))
-        k.copy_(apply_rotary(rotated[1], cos, sin))
+        self.rotate(q, k, norms, table, positions)
         _store(k, k_cache, out_slots, kv_scales.k)
         _store(v, v_cache, out_slots, kv_scales.v)
 
@@ -219,6 +226,19 @@ class LayerKernels:
         stored = out[:, num_heads:]
         stored[:, 0, :rank] = self.rms_norm(latent.contiguous(), norm_weight, eps)
         _store(stored, cache_rows, out_slots)
+
+    def store_means(
+        self, keys: torch.Tensor, means: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor, group: int
+    ) -> None:
+        """Where a token at ``positions`` [T] int64 is the last of its ``group``, the mean of the keys in the group's
+        slots goes to the rows of these. ``keys`` [num_slots, num_kv_heads, head_dim]; ``means`` [num_slots,
+        num_kv_heads, head_dim / group], see ``kv_layout.group_means``; out_slots [T] int64."""
+        full = out_slots[(positions + 1) % group == 0] // group
+        total, (_, num_heads, head_dim) = keys.unflatten(0, (-1, group))[full].float(), keys.shape
+        while total.shape[1] > 1:  # halves are added: no order of a library's choice
+            odd, half = total[:, -1:] if total.shape[1] % 2 else total[:, :0], total.shape[1] // 2
+            total = torch.cat((total[:, :half] + total[:, half : 2 * half], odd), 1)
+        means.view(-1, num_heads, head_dim).index_copy_(0, full, (total[:, 0] / group).to(means.dtype))
 
     def store_index(
         self,
