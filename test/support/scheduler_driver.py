@@ -212,12 +212,15 @@ def make_tiered_driver(
     num_rows: int = 6,
     seed: int = 0,
     max_step_tokens: int = 1,
+    num_snapshots: int | None = None,
+    num_host_states: int = 4,
     **flags: object,
 ) -> Driver:
     """Like :func:`make_driver`, with a host tier. ``seed`` decides when transfers run; see TokenTransfers."""
     driver = make_driver(num_pages, page_size, num_rows, enable_hierarchical_cache=True, **flags)
-    worker = TokenWorker(num_pages, page_size, num_rows, driver.config.model.context_length, max_step_tokens)
-    TokenTransfers(worker, num_host_pages, Random(seed))
+    length = driver.config.model.context_length
+    worker = TokenWorker(num_pages, page_size, num_rows, length, max_step_tokens, num_snapshots)
+    TokenTransfers(worker, num_host_pages, Random(seed), num_host_states)
     return Driver(driver.config, worker)
 
 

@@ -20,6 +20,7 @@ from recording_device import LaggingStream
 
 from fenceline.images.image_input import ImageInput
 from fenceline.mem_cache.host.cache_controller import TransferCounts
+from fenceline.mem_cache.host.host_states import Pairs
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Point, Points, Stream, open_device
@@ -124,6 +125,14 @@ class TokenStates:
     def __init__(self, num_rows: int, num_snapshots: int) -> None:
         self.snapshots = AuditedPool("state snapshots", num_rows + num_snapshots, reserved=num_rows)
         self.carried: list[list[int]] = [[_REJECTED] for _ in range(self.snapshots.size)]
+
+
+class TokenHostStates:
+    """Replaces HostStates."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = AuditedPool("host states", num_slots, reserved=0)
+        self.carried: list[list[int]] = [[_REJECTED] for _ in range(num_slots)]
 
 
 class TokenWorker:
@@ -353,8 +362,9 @@ class TokenTransfers:
     which it waits, and at the latest when something waits for the copy. ``random`` decides which run earlier, so that a
     copy without a necessary wait reads or writes a page too early."""
 
-    def __init__(self, worker: TokenWorker, num_host_pages: int, random: Random) -> None:
+    def __init__(self, worker: TokenWorker, num_host_pages: int, random: Random, num_host_states: int = 4) -> None:
         self.host_pages = AuditedPool("host KV pages", num_host_pages, reserved=0)
+        self.host_states = None if worker.states is None else TokenHostStates(num_host_states)
         self.load_stream = LaggingStream(StreamName.LOAD, frozenset())
         self.store_stream = LaggingStream(StreamName.STORE, frozenset())
         self.num_moved = {"load": 0, "store": 0}
@@ -374,17 +384,33 @@ class TokenTransfers:
     def num_in_flight(self) -> int:
         return sum(map(len, self._tickets.values()))
 
-    def store(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+    def store(
+        self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points, states: Pairs = ()
+    ) -> None:
         def run() -> None:
             self._host[host_pages] = self._pages[device_pages]
+            for slot, host_slot in states:
+                self._host_states[host_slot] = self._states[slot]
 
-        self._submit(self.store_stream, ticket, device_pages, host_pages, after, run)
+        self._submit(self.store_stream, ticket, device_pages, host_pages, after, run, states)
 
-    def load(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+    def load(
+        self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points, states: Pairs = ()
+    ) -> None:
         def run() -> None:
             self._pages[device_pages] = self._host[host_pages]
+            for row, host_slot in states:
+                self._states[row] = self._host_states[host_slot]
 
-        self._submit(self.load_stream, ticket, device_pages, host_pages, after, run)
+        self._submit(self.load_stream, ticket, device_pages, host_pages, after, run, states)
+
+    @property
+    def _states(self) -> list[list[int]]:
+        return [] if self._worker.states is None else self._worker.states.carried
+
+    @property
+    def _host_states(self) -> list[list[int]]:
+        return [] if self.host_states is None else self.host_states.carried
 
     @property
     def _pages(self) -> np.ndarray:
@@ -398,9 +424,18 @@ class TokenTransfers:
         host_pages: np.ndarray,
         after: Points,
         run: Callable[[], None],
+        states: Pairs,
     ) -> None:
-        assert len(pages) == len(host_pages) == ticket.num_pages > 0
+        assert len(pages) == len(host_pages) == ticket.num_pages and (len(pages) or states)
         done = stream.record()
+        for slot, host_slot in states:
+            assert self.host_states is not None
+            self.host_states.slots.submitted(np.array([host_slot]), done, after)
+            if stream is self.load_stream:
+                ticket.state_points = Points.of(done)
+                self._worker.req_pool.rows.submitted(np.array([slot]), done, after)
+            else:
+                self._worker.states.snapshots.touched(np.array([slot]), done)
         self.host_pages.submitted(host_pages, done, after)
         if stream is self.load_stream:
             self._worker.pages.submitted(pages, done, after)
@@ -409,7 +444,7 @@ class TokenTransfers:
             self._worker.pages.touched(pages, done)
             self.num_moved["store"] += len(pages)
         self._queues[stream].append((done, after, run))
-        ticket.submit(Points.of(done), (done,) if stream is self.load_stream else ())
+        ticket.submit(Points.of(done), (done,) if stream is self.load_stream and len(pages) else ())
         self._tickets[ticket.kind].append(ticket)
         self.counts[ticket.kind].num_transfers += 1
         self._advance()

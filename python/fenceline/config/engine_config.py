@@ -667,7 +667,7 @@ def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running
         " as many, or lower --max-running-requests",
     )
     for given, flag in (
-        (args.enable_hierarchical_cache, "--enable-hierarchical-cache"),
+        (args.hicache_storage_backend != "none", "--hicache-storage-backend"),
         (args.speculative_algorithm is not None, "--speculative-algorithm"),
         (args.piecewise_cuda_graph_tokens is not None, "--piecewise-cuda-graph-tokens"),
     ):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.host.cache_controller import TransferCounts
+from fenceline.mem_cache.host.host_states import HostStates, Pairs
 from fenceline.mem_cache.page_hash import page_keys
 from fenceline.mem_cache.storage.controller import (
     Ack,
@@ -46,6 +47,11 @@ class Transfers(Protocol):
         ...
 
     @property
+    def host_states(self) -> HostStates | None:
+        """The states of recurrent layers on the host, None for a model without."""
+        ...
+
+    @property
     def counts(self) -> Mapping[TransferKind, TransferCounts]:
         """Transfers, pages, bytes and seconds, for each direction."""
         ...
@@ -55,12 +61,12 @@ class Transfers(Protocol):
         """Transfers that no :meth:`drain_acks` has returned yet."""
         ...
 
-    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """Copy device pages to host pages, on STORE after ``after``."""
+    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points, states: Pairs = ()) -> None:
+        """Copy device pages to host pages, and states, on STORE after ``after``."""
         ...
 
-    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """Copy host pages to device pages, on LOAD after ``after``, layer by layer."""
+    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points, states: Pairs = ()) -> None:
+        """Copy states, then host pages to device pages, on LOAD after ``after``, layer by layer."""
         ...
 
     def ended(self) -> tuple[int, int]:
@@ -97,6 +103,7 @@ class _Moves:
             np.concatenate([move.device_pages for move in self.moves]),
             np.concatenate([move.host_pages for move in self.moves]),
             after,
+            sum((move.states for move in self.moves), ()),
         )
 
 
@@ -104,11 +111,19 @@ class HiCache:
     """The tree with its host tier. One thread, the scheduler's, calls it."""
 
     def __init__(
-        self, pages: LeasePool, transfers: Transfers, config: EngineConfig, storage: Storage | None = None
+        self,
+        pages: LeasePool,
+        transfers: Transfers,
+        config: EngineConfig,
+        storage: Storage | None = None,
+        snapshots: LeasePool | None = None,
     ) -> None:
+        """``snapshots``: those of states on the device, None for a model without recurrent layers."""
         hicache, page_size = config.hicache, config.server_args.page_size
         assert hicache is not None
         self.host_pages = transfers.host_pages
+        host_states = transfers.host_states
+        assert (snapshots is None) == (host_states is None), "states are on both tiers, or on none"
         self.tree = HiRadixCache(
             pages,
             page_size,
@@ -117,6 +132,7 @@ class HiCache:
             self._spill,
             None if storage is None else storage.root_key,
             0 if config.speculative is None else config.speculative.draft.lookahead,
+            None if snapshots is None or host_states is None else (snapshots, host_states.slots),
         )
         self.storage: StorageTier | None = None
         if storage is not None and hicache.storage is not None:
@@ -134,8 +150,10 @@ class HiCache:
     # --- host to device ------------------------------------------------------------------------------
 
     def usable(self, match: MatchResult) -> MatchResult:
-        """``match``, without its part on the host if that is too short to be worth a transfer."""
-        if match.num_host_tokens == 0 or match.num_host_tokens >= self._load_back_threshold:
+        """``match``, without its part on the host if that is too short to be worth a transfer. With its state it spares
+        a whole block of tokens at least."""
+        is_short = 0 < match.num_host_tokens < self._load_back_threshold
+        if not is_short or self.tree.ends_at_states:
             return match
         return match.on_device()
 
@@ -144,6 +162,13 @@ class HiCache:
         on and hold their KV once :meth:`start_loads` has submitted the transfer and it has run."""
         batch = self._load_batch()
         move = self.tree.begin_load(match.host_node, device_pages, batch.ticket)
+        batch.moves.append(replace(move, after=move.after.join(after)))
+
+    def begin_load_state(self, node: TreeNode, row: int, after: Points) -> None:
+        """Load the state that ``node`` has on the host into the slot of a request's ``row``, leased with ``after``. The
+        step that reads it waits for the ticket's ``state_points``."""
+        batch = self._load_batch()
+        move = self.tree.begin_load_state(node, row, batch.ticket)
         batch.moves.append(replace(move, after=move.after.join(after)))
 
     def begin_load_tail(self, tail: OffloadedTail, device_page: int, after: Points) -> None:
@@ -162,7 +187,8 @@ class HiCache:
         if batch is None:
             return ()
         move = batch.whole()
-        self._transfers.load(batch.ticket, move.device_pages, move.host_pages, move.after)
+        self._transfers.load(batch.ticket, move.device_pages, move.host_pages, move.after, move.states)
+        batch.ticket.waited = batch.ticket.num_pages == 0  # else once FORWARD has waited layer by layer
         for tail in self._tails_loading:
             self._retire_tail(tail, batch.ticket.points)
         self._tails_loading.clear()
@@ -218,9 +244,9 @@ class HiCache:
     def _submit_store(self, batch: _Moves, nodes: Sequence[TreeNode]) -> None:
         """``nodes``: those that should be copied to the host, which may have had no room for some of them."""
         move = batch.whole()
-        if len(move.host_pages) == 0:
+        if len(move.host_pages) == 0 and not move.states:
             return
-        self._transfers.store(batch.ticket, move.device_pages, move.host_pages, move.after)
+        self._transfers.store(batch.ticket, move.device_pages, move.host_pages, move.after, move.states)
         if self.storage is not None:
             backed_up = [node for node in nodes if batch.ticket in node.transfers]
             self.storage.write(backed_up, batch.ticket.points)
@@ -258,6 +284,11 @@ class HiCache:
         if self.host_pages.num_leased != num_held:
             raise RuntimeError(
                 f"host KV pages do not add up while idle: {self.host_pages.num_leased} leased, {num_held} accounted for"
+            )
+        tier = self.tree.host
+        if tier.states is not None and tier.states.num_leased != tier.num_states + tier.num_orphan_states:
+            raise RuntimeError(
+                f"host states do not add up while idle: {tier.states.num_leased} leased, {tier.num_states} in the tree"
             )
 
     def _load_batch(self) -> _Moves:

@@ -31,7 +31,7 @@ class Ticket:
     waited for all of its Points, so that work submitted to FORWARD from then on needs no further wait. Tickets compare
     by identity; ``id`` is for order, logs and errors."""
 
-    __slots__ = ("_layer_points", "_points", "id", "kind", "num_pages", "waited")
+    __slots__ = ("_layer_points", "_points", "id", "kind", "num_pages", "state_points", "waited")
 
     def __init__(self, id: int, kind: TransferKind) -> None:
         self.id = id
@@ -40,6 +40,7 @@ class Ticket:
         self.waited = False
         self._points: Points | None = None
         self._layer_points: tuple[Point, ...] = ()
+        self.state_points = Points.none()  # loads: after which the states of recurrent layers are filled
 
     @staticmethod
     def load(id: int) -> Ticket:
@@ -83,13 +84,14 @@ class PageMove:
     """What has to be copied: page ``i`` of one side to or from page ``i`` of the other. ``device_pages``,
     ``host_pages`` int32 [n], owned by the tree. ``after``: what the copying stream waits for first, as far as the tree
     knows it: earlier users of these pages. The Points of pages that the caller brought (the device pages of a load) are
-    the caller's to join."""
+    the caller's to join. ``states``: (slot on the device, slot on the host) of states that are copied with them."""
 
     device_pages: I32
     host_pages: I32
     after: Points
+    states: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_pages(self) -> int:
-        """Pages to copy; 0 means that there is nothing to submit."""
+        """Pages to copy."""
         return len(self.device_pages)

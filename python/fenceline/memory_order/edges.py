@@ -396,6 +396,9 @@ COMMITTED_STATE = _guard(
     "committed_state",
     "the last state of a request that leaves: not kept where a step in flight may bring it beyond published tokens",
 )
+LOADED_STATE = _guard(
+    "loaded_state", "a prefix of a model with recurrent layers that is loaded: its state comes with its pages"
+)
 NEW_WEIGHTS = _guard("new_weights", "the weights that a step in flight reads: they are replaced on FORWARD, after it")
 OLD_KV = _guard(
     "old_kv", "requests from keys, values and embeddings of weights that have been replaced: every tier forgets them"

@@ -25,6 +25,7 @@ from fenceline.memory_order.edges import (
     ENDS_AT_STATE,
     IN_FLIGHT,
     KEPT_HIDDEN,
+    LOADED_STATE,
     MOVED_NODES,
     NEW_WEIGHTS,
     OLD_KV,
@@ -288,6 +289,11 @@ def ends_at_state(device: Device) -> bool:
     """Guard ``ends_at_state``: whether a match ends at the deepest node that has a state. Severed, it ends as in a
     model without states."""
     return device.keeps(ENDS_AT_STATE)
+
+
+def loads_states(device: Device) -> bool:
+    """Guard ``loaded_state``: whether a load brings the states that it is asked for. Severed, the pages alone."""
+    return device.keeps(LOADED_STATE)
 
 
 def states_to_copy(device: Device, copies: Sequence[tuple[int, int]], num_rows: int) -> Sequence[tuple[int, int]]:

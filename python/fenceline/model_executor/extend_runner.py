@@ -168,7 +168,7 @@ class ExtendRunner:
         declare = partial(
             self._parts.device.declare, StreamName.FORWARD, EXTEND_STEP, self._parts.accesses.extend, batch
         )
-        num_layers = self._parts.model.num_layers
+        num_layers = self._parts.config.model.num_attention_layers
         ready = self._hicache.layer_ready(batch.loads, num_layers, declare, views.get("divided_pages"))
         if self._parts.page_tags is None:
             return ready

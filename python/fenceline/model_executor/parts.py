@@ -201,7 +201,9 @@ def open_tiers(parts: Parts) -> tuple[HiCacheController | None, Storage | None]:
         with device.forward.active():  # before any rank takes its part
             room = shard.smallest(available_host_bytes() // config.num_sharing)
         pages, communicator = parts.accesses.pages, shard.communicator
-        hicache = make_hicache_controller(config, device, parts.kv_pool, pages, room, communicator, parts.page_tags)
+        hicache = make_hicache_controller(
+            config, device, parts.kv_pool, pages, room, communicator, parts.page_tags, parts.states
+        )
     if config.hicache.storage is not None:
         with phase("Opened the storage", "opening the storage"):
             storage = make_storage(device, hicache.host_pool, config, rank=shard.rank)

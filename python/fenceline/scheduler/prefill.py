@@ -66,6 +66,9 @@ class _Plan:
 
     def batch(self, loads: tuple[Ticket, ...]) -> StepBatch:
         """The step; ``loads`` as in ``StepBatch``. A prompt is sampled from where it ends."""
+        after = self.after.join(self.images.after)
+        for ticket in loads:
+            after = after.join(ticket.state_points)
         return StepBatch.of_chunks(
             rows=[req.row for req in self.reqs],
             starts=[
@@ -74,8 +77,8 @@ class _Plan:
             chunks=self.chunks,
             sampling=[req.sampling() if req.allocated_len == req.num_tokens else None for req in self.reqs],
             page_writes=self.page_writes(),
-            after=self.after.join(self.images.after),
-            loads=loads,
+            after=after,
+            loads=tuple([ticket for ticket in loads if ticket.num_pages]),
             encodes=tuple(self.images.encodes),
             snapshots=tuple(self.snapshots),
         )

@@ -264,7 +264,9 @@ class RequestMemory:
 
     def start_loads(self) -> tuple[Ticket, ...]:
         """Submit the loads that requests admitted since the last call need; their batch must wait for the tickets."""
-        return () if self.tiers is None else self.tiers.start_loads()
+        tickets = () if self.tiers is None else self.tiers.start_loads()
+        self.states.loads_started(tickets)
+        return tickets
 
     def grow(self, reqs: Sequence[Req], nums: Sequence[int]) -> tuple[I32, Points]:
         """Give running requests more pages, ``nums[i]`` to ``reqs[i]``, which must be available. Returns all the pages
@@ -385,7 +387,9 @@ class RequestMemory:
         self.cache_prompt(req)  # no step reads its row any more
         assert req.node is not None
         num_tokens = self._num_complete(req)
-        tail_page = req.pages[num_tokens // self.page_size] if num_tokens % self.page_size else None
+        # From a state a request goes on at a point of the grid, where a page ends.
+        has_tail = num_tokens % self.page_size and not self.states.grid
+        tail_page = req.pages[num_tokens // self.page_size] if has_tail else None
         tail = self.tiers.offload(req.node, tail_page, num_tokens, req.last_flight)
         if tail is not None:
             req.tail_after = tail.ticket.points
@@ -491,15 +495,15 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     draft = None if config.speculative is None else config.speculative.draft
     tree: RadixCache
     tiers = None
+    snapshots = None if worker.states is None else worker.states.snapshots
     if config.hicache is None or worker.hicache is None:
         lookahead = 0 if draft is None else draft.lookahead
-        snapshots = None if worker.states is None else worker.states.snapshots
         # Without snapshots no prefix is ever found, so none need be kept, nor waited for.
         is_useless = snapshots is not None and not snapshots.num_free
         disabled = config.server_args.disable_radix_cache or is_useless
         tree = RadixCache(pages, page_size, disabled, lookahead, snapshots)
     else:
-        tiers = HiCache(pages, worker.hicache, config, worker.storage)
+        tiers = HiCache(pages, worker.hicache, config, worker.storage, snapshots)
         tree = tiers.tree
     num_rows_behind = 0 if draft is None else draft.num_rows_behind
     tree.images = ImageKeys(told_by(worker.device, IMAGE_KEYS), told_by(worker.device, IMAGE_NAMES))
@@ -516,5 +520,6 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     states = None
     if worker.states is not None:
         tree.ends_at_states = ends_at_state(worker.device)
-        states = StateSnapshots(tree, worker.states.grid, worker, comparison(worker.device, COMMITTED_STATE))
+        same_state = comparison(worker.device, COMMITTED_STATE)
+        states = StateSnapshots(tree, worker.states.grid, worker, same_state, tiers)
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, states)

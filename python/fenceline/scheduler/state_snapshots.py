@@ -8,11 +8,13 @@ here, so that a snapshot may be given back and leased again in the turn in which
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache
+from fenceline.mem_cache.hicache import HiCache
+from fenceline.mem_cache.transfer import Ticket
+from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache, TreeNode
 from fenceline.memory_order import Points
 from fenceline.model_executor.step import Worker
 from fenceline.scheduler.req import Req
@@ -27,20 +29,37 @@ class StateSnapshots:
         grid: int = 0,
         worker: Worker | None = None,
         same_state: Callable[[int, int], bool] = operator.eq,
+        tiers: HiCache | None = None,
     ) -> None:
         """``grid``: tokens between two states, a multiple of the page size; 0: the model has none. ``worker``
-        makes the copies. ``same_state`` compares the numbers of two states of a request, in steps of ``grid``."""
+        makes the copies. ``same_state`` compares the numbers of two states of a request, in steps of ``grid``.
+        ``tiers``: the tree's lower tiers, if there are any."""
         assert grid % tree.page_size == 0 and (tree.states is not None) == (grid > 0)
         self.grid = grid
         self._tree = tree
         self._worker = worker
         self._same_state = same_state
+        self._tiers = tiers
+        self._loading: list[tuple[Req, TreeNode]] = []  # requests that begin with the node's state, in the next load
 
     def begin(self, req: Req, match: MatchResult, after: Points) -> None:
         """``req`` has got its row, accessible after ``after``, and begins with the state of its ``match``."""
         if match.state:
             done = self._copy_state(match.state, req.row, after)
             self._tree.read_state(match.node, done)
+        elif match.loads_state:
+            assert self._tiers is not None, "only a host tier has host states"
+            self._tiers.begin_load_state(match.host_node, req.row, after)
+            self._loading.append((req, match.host_node))
+
+    def loads_started(self, tickets: Sequence[Ticket]) -> None:
+        """The loads have been submitted, as ``tickets``: their states are copied to snapshots too, for others."""
+        loading, self._loading = self._loading, []
+        for req, node in loading:
+            leased = None if node.state else self._tree.lease_state()
+            if leased is not None:
+                after = leased[1].join(tickets[0].state_points)
+                self._tree.set_state(node, leased[0], self._copy_state(req.row, leased[0], after))
 
     def fork(self, req: Req, match: MatchResult) -> int:
         """The last point of the grid up to which ``req`` and an earlier request have the same tokens, if no state is
@@ -48,7 +67,8 @@ class StateSnapshots:
         if not self.grid:
             return 0
         num_same = match.num_known // self.grid * self.grid
-        return num_same if match.num_tokens < num_same < req.num_tokens // self.grid * self.grid else 0
+        num_found = match.num_tokens + match.num_host_tokens
+        return num_same if num_found < num_same < req.num_tokens // self.grid * self.grid else 0
 
     def take(self, req: Req, num_tokens: int) -> tuple[int, Points] | None:
         """The slot to which a step copies the state of ``req`` behind its layers as it brings it to ``num_tokens``,

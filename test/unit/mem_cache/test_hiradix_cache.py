@@ -12,6 +12,7 @@ from hicache_tiers import PAGE, Tiers, after_of, prompt
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.hicache import HiCache, Transfers
+from fenceline.mem_cache.host.host_states import Pairs
 from fenceline.mem_cache.page_hash import PageFingerprint
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.stream import Points
@@ -193,15 +194,19 @@ class RecordedTransfers:
     """Submits each transfer to its stream, and records what the stream waits for."""
 
     def __init__(self, tiers: Tiers) -> None:
-        self.host_pages = tiers.host_pool
+        self.host_pages, self.host_states = tiers.host_pool, None
         self.tiers = tiers
         self.after: list[Points] = []
 
-    def store(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+    def store(
+        self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points, states: Pairs
+    ) -> None:
         self.after.append(after)
         ticket.submit(Points.of(self.tiers.store.record()))
 
-    def load(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+    def load(
+        self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points, states: Pairs
+    ) -> None:
         self.after.append(after)
         point = self.tiers.load.record()
         ticket.submit(Points.of(point), (point,))

@@ -16,6 +16,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
+_TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "schedule_conservativeness": 0.01}
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
 
 
@@ -82,6 +83,9 @@ def test_tokens_are_those_of_the_reference(
         {"chunked_prefill_size": 48},
         {"max_total_tokens": 464, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
         {"disable_overlap_schedule": True, "page_size": 64},
+        {"max_total_tokens": 464, "max_mamba_cache_size": 9, **_TIERS},
+        {"max_total_tokens": 464, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS},
+        {"max_total_tokens": 464, "hicache_write_policy": "write_back", "retract_policy": "offload", **_TIERS},
     ],
 )
 def test_company_and_cuts_change_no_bit(
@@ -90,8 +94,10 @@ def test_company_and_cuts_change_no_bit(
     driver = _driver(checkpoint[0], **flags)
     for name in ("first", "again"):
         assert _told(driver, _reqs(name)) == alone
-    if "max_total_tokens" in flags:
+    if "schedule_conservativeness" in flags:
         assert driver.scheduler.stats.num_retractions > 0
+    if "enable_hierarchical_cache" in flags:
+        assert driver.scheduler.memory.cached_tokens["host"] > 0
 
 
 def test_a_conversation_goes_on_from_its_answers_state(
@@ -112,7 +118,6 @@ def test_a_conversation_goes_on_from_its_answers_state(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache: not supported for .* leave it out"),
         (
             {"tp_size": 2, "load_format": "dummy", "json_model_override_args": _ONE_HEAD},
             "--tp-size 2: .* 1 key heads or channels of recurrent layers .* use 1$",

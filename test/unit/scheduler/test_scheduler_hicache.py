@@ -256,6 +256,8 @@ def test_anything_goes(data: st.DataObject) -> None:
     driver = make_tiered_driver(
         num_pages=data.draw(st.integers(20, 40)),
         num_host_pages=data.draw(st.integers(1, 60)),
+        num_snapshots=data.draw(st.sampled_from((None, 1, 2, 6))),
+        num_host_states=data.draw(st.integers(1, 6)),
         seed=seed,
         hicache_write_policy=data.draw(st.sampled_from(POLICIES)),
         retract_policy=data.draw(st.sampled_from(("recompute", "offload"))),

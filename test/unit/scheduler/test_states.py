@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
-from scheduler_driver import Driver, assert_right, capacity, expected_output, make_driver, prefills, request
+from scheduler_driver import (
+    Driver,
+    assert_right,
+    capacity,
+    expected_output,
+    make_driver,
+    make_tiered_driver,
+    prefills,
+    request,
+)
 from token_worker import TokenWorker
 
 from fenceline.ipc.io_struct import (
@@ -18,6 +28,7 @@ from fenceline.ipc.io_struct import (
     PauseGenerationReq,
     TokenizedGenerateReq,
 )
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache
 from fenceline.memory_order import LeasePool
 
@@ -231,6 +242,62 @@ def test_states_of_nodes_that_left_do_not_pile_up() -> None:
         tree.evict(1)
     tree.check()
     assert len(tree._stateful) <= 2 * states.size
+
+
+# --- on the host ---------------------------------------------------------------------------------------
+
+
+def _num_states(driver: Driver) -> tuple[int, int]:
+    """On the device and on the host."""
+    tree = driver.scheduler.memory.tree
+    assert isinstance(tree, HiRadixCache)
+    return tree.num_states, tree.host.num_states
+
+
+def _fill(driver: Driver, first: int = 100, num_prompts: int = 3) -> None:
+    for number in range(num_prompts):
+        _cached(driver, request(f"fill{first + number}", _prompt(first + number, 31), max_new_tokens=1))
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_state_comes_back_from_the_host_with_its_pages(policy: str) -> None:
+    driver = make_tiered_driver(num_snapshots=4, num_host_states=16, hicache_write_policy=policy)
+    for rid in "ab":
+        _cached(driver, request(rid, _prompt(1, 30), max_new_tokens=1))
+    _fill(driver)
+    assert _cached(driver, request("c", [*_prompt(1, 30), 5, 5], max_new_tokens=1)) == 24
+    details = driver.answers["c"].last.cached_tokens_details
+    assert details is not None and (details.device, details.host) == (0, 24)
+    num_bytes = driver.worker.hicache.num_moved["load"]
+    assert _cached(driver, request("d", [*_prompt(1, 30), 6, 6], max_new_tokens=1)) == 24
+    assert driver.worker.hicache.num_moved["load"] == num_bytes  # both are on the device again
+
+
+def test_a_state_comes_back_to_pages_that_have_stayed() -> None:
+    driver = make_tiered_driver(num_pages=60, num_snapshots=1, num_host_states=16)
+    _cached(driver, request("a", _prompt(1, 30), max_new_tokens=1))
+    _fill(driver, num_prompts=1)  # takes the snapshot, and no page
+    assert _num_states(driver) == (1, 2)
+    assert _cached(driver, request("b", _prompt(1, 30), max_new_tokens=1)) == 24
+    details = driver.answers["b"].last.cached_tokens_details
+    assert details is not None and (details.device, details.host) == (24, 0)
+
+
+def test_pages_on_the_host_without_a_state_are_no_hit() -> None:
+    driver = make_tiered_driver(num_snapshots=4, num_host_states=2, chunked_prefill_size=8)
+    _cached(driver, request("a", _prompt(1, 30), max_new_tokens=1))  # states after 8, 16 and 24, of which two fit
+    _fill(driver)
+    tree = driver.scheduler.memory.tree
+    assert tree.match_prefix(np.array(_prompt(1, 30))).num_known == 28  # the pages are there
+    assert _cached(driver, request("b", _prompt(1, 30), max_new_tokens=1)) == 0
+
+
+def test_a_flush_gives_back_the_states_of_both_tiers() -> None:
+    driver = make_tiered_driver(num_snapshots=4)
+    _cached(driver, request("a", _prompt(1, 30), max_new_tokens=1))
+    driver.send(FlushCacheReq(id="f"))
+    driver.step()
+    assert _num_states(driver) == (0, 0) and driver.worker.hicache.host_states.slots.num_leased == 0
 
 
 class _SlowGrammar:

@@ -24,11 +24,23 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import DIRECT_PAGE_SIZE
 from fenceline.config.kv_layout import KVLayout
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.host_states import HostStates, Pairs
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.page_tags import PageTags, TransferTags
+from fenceline.mem_cache.state_pool import StatePool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
-from fenceline.memory_order import Communicator, Device, LeasePool, Point, Points, Stream, exchanges_shares, page_layers
+from fenceline.memory_order import (
+    Communicator,
+    Device,
+    LeasePool,
+    Point,
+    Points,
+    Stream,
+    exchanges_shares,
+    loads_states,
+    page_layers,
+)
 from fenceline.memory_order.access import Accesses, Memory, occupies_sm
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
@@ -78,13 +90,14 @@ class HiCacheController:
         num_target_layers: int | None = None,
         ranks: Communicator | None = None,
         tags: TransferTags | None = None,
+        states: HostStates | None = None,
     ) -> None:
         """``pages``: the Memory of the device's pages that steps declare, which stands for all layers together. Loads
         also declare each layer separately, because a step may read some layers while others are still being loaded.
         ``num_target_layers``: layers of the target, which come before the draft's; None if there is no draft.
         ``ranks``: those among which the rows are divided that all of them have; None: a rank alone has all. ``tags``:
-        None without ``--memory-check full``."""
-        self.host_pool = host_pool
+        None without ``--memory-check full``. ``states``: None for a model without recurrent layers."""
+        self.host_pool, self.host_states = host_pool, states
         self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
         self._device = device
@@ -113,40 +126,53 @@ class HiCacheController:
 
     # --- transfers -----------------------------------------------------------------------------------
 
-    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points, states: Pairs = ()) -> None:
         """Copy device page ``device_pages[i]`` to host page ``host_pages[i]``, all layers, on STORE after ``after``.
-        Both int32 [n]. ``after`` joins the Points of all these pages, on either side. Submits ``ticket``. Without pages
-        nothing is submitted: the ticket has no Points and no ack."""
-        if _is_empty(ticket, device_pages, host_pages):
+        Both int32 [n]. ``states``: as in ``PageMove``. ``after`` joins the Points of all these, on either side. Submits
+        ``ticket``. If there is nothing to copy nothing is submitted: the ticket has no Points and no ack."""
+        if _is_empty(ticket, device_pages, host_pages, states):
             return
         stream, begin_s = self._device.store, time.perf_counter()
         wait_for_pages(stream, after)
         if self._copier.uses_sm and self._last_persistent is not None:
             stream.wait(self._last_persistent, SM_EXCLUSIVE)  # exclusive: persistent attention holds the SMs
-        self._device.declare(StreamName.STORE, "backup of KV pages", self._store_accesses, device_pages, host_pages)
         tags, begin = self._tags, stream.record()
-        moved = None if tags is None else tags.begin(stream, device_pages, host_pages, is_load=False)
-        self._copier.to_host(stream, device_pages, host_pages)
-        if tags is not None and moved is not None:
-            tags.stored(stream, moved)
+        if self.host_states is not None:
+            self.host_states.to_host(stream, states)
+        if len(device_pages):
+            self._device.declare(StreamName.STORE, "backup of KV pages", self._store_accesses, device_pages, host_pages)
+            moved = None if tags is None else tags.begin(stream, device_pages, host_pages, is_load=False)
+            self._copier.to_host(stream, device_pages, host_pages)
+            if tags is not None and moved is not None:
+                tags.stored(stream, moved)
         end = self._last_store = stream.record()
-        if tags is not None and moved is not None:
+        if tags is not None and len(device_pages) and moved is not None:
             tags.end(moved, end)
         ticket.submit(Points.of(end))
-        self._submitted(ticket, device_pages, begin, end, time.perf_counter() - begin_s)
+        self._submitted(ticket, device_pages, begin, end, time.perf_counter() - begin_s, len(states))
 
-    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """Copy host page ``host_pages[i]`` to device page ``device_pages[i]``, layer by layer, on LOAD after ``after``.
-        The arguments are those of :meth:`store`. The ticket gets a Point for each layer; a step that reads the pages
-        waits for these by :meth:`layer_ready`."""
-        if _is_empty(ticket, device_pages, host_pages):
+    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points, states: Pairs = ()) -> None:
+        """Copy host page ``host_pages[i]`` to device page ``device_pages[i]``, layer by layer, on LOAD after ``after``,
+        and before them the ``states``. The arguments are those of :meth:`store`. The ticket gets a Point for each
+        layer; a step that reads the pages waits for these by :meth:`layer_ready`, and one that reads the states for
+        ``state_points``."""
+        if _is_empty(ticket, device_pages, host_pages, states):
             return
-        assert not self._has_shares_only, "no step has exchanged the shares of the last load"
-        self._has_shares_only = self._divides
         stream, begin_s = self._device.load, time.perf_counter()
         tags = self._tags
         wait_for_pages(stream, after if tags is None else after.join(tags.retired_until))
         begin = stream.record()
+        if self.host_states is not None and states:
+            if loads_states(self._device):
+                self.host_states.to_device(stream, states)
+            ticket.state_points = Points.of(stream.record())
+        if not len(device_pages):
+            end = stream.record()
+            ticket.submit(Points.of(end))
+            self._submitted(ticket, device_pages, begin, end, time.perf_counter() - begin_s, len(states))
+            return
+        assert not self._has_shares_only, "no step has exchanged the shares of the last load"
+        self._has_shares_only = self._divides
         moved = None if tags is None else tags.begin(stream, device_pages, host_pages, is_load=True)
         layer_points: list[Point] = []
         for first in range(0, self._num_loaded, LAYERS_PER_POINT):
@@ -163,7 +189,7 @@ class HiCacheController:
         if tags is not None and moved is not None:
             tags.end(moved, layer_points[-1])
         ticket.submit(Points.of(layer_points[-1]), tuple(layer_points))
-        self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s)
+        self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s, len(states))
 
     def ended(self) -> tuple[int, int]:
         """How many loads and how many stores have ended since the start. Asks the device for each kind until it names
@@ -290,12 +316,16 @@ class HiCacheController:
             num_ended += 1
         return num_ended
 
-    def _submitted(self, ticket: Ticket, device_pages: I32, begin: Point, end: Point, submit_s: float) -> None:
+    def _submitted(
+        self, ticket: Ticket, device_pages: I32, begin: Point, end: Point, submit_s: float, num_states: int
+    ) -> None:
         self._in_flight[ticket.kind].append(_InFlight(ticket, device_pages, begin, end, submit_s))
         counts = self.counts[ticket.kind]
         counts.num_transfers += 1
         counts.num_pages += len(device_pages)
         counts.num_bytes += len(device_pages) * self.host_pool.page_nbytes
+        if self.host_states is not None:
+            counts.num_bytes += num_states * self.host_states.nbytes
 
     def _ended(self, kind: TransferKind, flight: _InFlight) -> Ticket:
         measured = self._stream(kind).seconds_between(flight.begin, flight.end)
@@ -303,10 +333,10 @@ class HiCacheController:
         return flight.ticket
 
 
-def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
+def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32, states: Pairs) -> bool:
     """Whether there is nothing to copy; the ticket then has no Points."""
     assert len(device_pages) == len(host_pages), "device and host pages go in pairs"
-    if len(device_pages) == 0:
+    if len(device_pages) == 0 and not states:
         ticket.submit(Points.none())
         return True
     return False
@@ -320,12 +350,13 @@ def make_hicache_controller(
     room: int,
     ranks: Communicator | None = None,
     page_tags: PageTags | None = None,
+    states: StatePool | None = None,
 ) -> HiCacheController:
-    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory available for it.
-    ``ranks``: see ``HiCacheController``. ``page_tags``: the tags of the device's pages, None without ``--memory-check
-    full``. On a GPU the sink page is copied to the host and back, so that nothing has to be compiled or loaded while a
-    request waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no room for the
-    tier."""
+    """A host tier for ``kv_pool`` and ``states``, whose ``pages`` steps declare. ``room``: bytes of host memory
+    available for it. ``ranks``: see ``HiCacheController``. ``page_tags``: the tags of the device's pages, None without
+    ``--memory-check full``. On a GPU the sink page is copied to the host and back, so that nothing has to be compiled
+    or loaded while a request waits; this waits for the device. Raises ``ValueError`` with the remedy if the host has no
+    room for the tier."""
     assert config.hicache is not None
     io_backend = config.hicache.io_backend
     if device.kind == "cuda" and io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
@@ -335,7 +366,9 @@ def make_hicache_controller(
         )
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     layout = kv_pool.layout.share(num_ranks)
-    num_pages = num_host_pages(config, kv_pool, layout)
+    num_pages, num_states = host_sizes(config, kv_pool, layout, states)
+    host_states = None if states is None else HostStates(device, states, num_states, room)
+    room -= 0 if host_states is None else host_states.buffer.nbytes
     host_pool = HostPool(device, num_pages, layout, config.server_args.hicache_mem_layout, room)
     copier = make_page_copier(device, kv_pool, host_pool, io_backend, rank)
     if device.kind == "cuda":
@@ -343,16 +376,32 @@ def make_hicache_controller(
     tags = None if page_tags is None else TransferTags(device, page_tags, kv_pool, host_pool, rank)
     if tags is not None and device.kind == "cuda":
         tags.warm_up()
-    return HiCacheController(device, kv_pool, host_pool, copier, pages, config.model.num_layers, ranks, tags)
+    of_target = config.model.num_attention_layers
+    return HiCacheController(device, kv_pool, host_pool, copier, pages, of_target, ranks, tags, host_states)
 
 
-def num_host_pages(config: EngineConfig, kv_pool: KVPool, layout: KVLayout) -> int:
-    """Number of pages of the host tier, which have ``layout`` there: as many as fit ``host_bytes``, else
-    --hicache-ratio times the device's."""
+def host_sizes(
+    config: EngineConfig, kv_pool: KVPool, layout: KVLayout, states: StatePool | None = None
+) -> tuple[int, int]:
+    """Numbers of pages, which have ``layout`` there, and of states on the host: as many as fit ``host_bytes``, divided
+    between them as the device's memory is, else --hicache-ratio times the device's. Raises ``ValueError`` if the device
+    has no snapshots."""
     assert config.hicache is not None
-    if config.hicache.host_bytes is None:
-        return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)
-    return config.hicache.host_bytes // layout.page_nbytes
+    num_pages, num_snapshots = kv_pool.num_pages - 1, 0
+    if states is not None:
+        num_snapshots = states.snapshots.size - states.snapshots.reserved
+        if not num_snapshots:
+            raise ValueError(
+                "--enable-hierarchical-cache: without snapshots of states no prefix is cached; give a"
+                " --max-mamba-cache-size above --max-running-requests, or leave it out"
+            )
+    ratio = config.server_args.hicache_ratio
+    if config.hicache.host_bytes is not None:
+        state_nbytes = 0 if states is None else states.carried.shape[1]
+        ratio = config.hicache.host_bytes / (num_pages * layout.page_nbytes + num_snapshots * state_nbytes)
+        if not num_snapshots:
+            return config.hicache.host_bytes // layout.page_nbytes, 0
+    return int(num_pages * ratio), int(num_snapshots * ratio)
 
 
 def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:

@@ -50,7 +50,7 @@ class HostPool:
         self.mem_layout: MemLayout = mem_layout
         self.num_pages = num_pages
         self.page_nbytes = layout.page_nbytes
-        self.buffer = _allocate(device, num_pages * self.page_nbytes, available_host_bytes() if room is None else room)
+        self.buffer = allocate_host(device, num_pages * self.page_nbytes, room)
         # Each part of the layout, all pages: uint8 [num_pages, nbytes of the part], one page's contiguous.
         self.parts = [self._part(part) for part in layout.parts]
         self._areas = self._make_areas()
@@ -122,11 +122,12 @@ _CGROUP_FILES = (
 )
 
 
-def _allocate(device: Device, nbytes: int, available: int) -> torch.Tensor:
-    room = int(available * (1 - _KEPT_FREE))
-    if nbytes > room:
+def allocate_host(device: Device, nbytes: int, room: int | None) -> torch.Tensor:
+    """Pinned memory [nbytes] uint8; see ``HostPool``."""
+    most = int((available_host_bytes() if room is None else room) * (1 - _KEPT_FREE))
+    if nbytes > most:
         raise ValueError(
-            f"the host tier needs {nbytes / 1e9:.1f} GB, but only {room / 1e9:.1f} GB of host memory are available: "
+            f"the host tier needs {nbytes / 1e9:.1f} GB, but only {most / 1e9:.1f} GB of host memory are available: "
             f"{_REMEDY}"
         )
     try:

@@ -67,18 +67,20 @@ class HiRadixCache(RadixCache):
         spill: Callable[[Sequence[TreeNode]], None] | None = None,
         root_key: Callable[[str], PageKey] | None = None,
         lookahead: int = 0,
+        states: tuple[LeasePool, LeasePool] | None = None,
     ) -> None:
-        """``pages``, ``host_pages``: the pools of the two tiers. ``write_policy``: write_through,
-        write_through_selective or write_back. ``root_key`` (with storage): ``PageFingerprint.root_key``. ``lookahead``
+        """``pages``, ``host_pages``: the pools of the two tiers. ``states``: those of snapshots on the device and on
+        the host, of a model with recurrent layers. ``write_policy``: write_through, write_through_selective or
+        write_back. ``root_key`` (with storage): ``PageFingerprint.root_key``. ``lookahead``
         as in :class:`RadixCache`. ``spill(nodes)`` (write_back) is called inside :meth:`evict` with all nodes that are
         about to lose their only copy; it calls :meth:`begin_backup` for them and submits the transfer before it
         returns. What it does not back up is lost. Raises ``ValueError`` for an unknown policy."""
         if write_policy not in _BACKUP_HITS:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
         assert spill or write_policy != "write_back", "write_back needs a spill function"
-        self.host = HostTier(host_pages, self._drop)
+        self.host = HostTier(host_pages, self._drop, self._note_move, None if states is None else states[1])
         self.transit = InTransit()
-        super().__init__(pages, page_size, lookahead=lookahead)
+        super().__init__(pages, page_size, lookahead=lookahead, states=None if states is None else states[0])
         self.write_policy = write_policy
         self._spill = spill if write_policy == "write_back" else None
         self._root_key = root_key
@@ -90,6 +92,10 @@ class HiRadixCache(RadixCache):
         """As in :class:`RadixCache`. The result also says how many tokens follow that are only on the host, and for
         which loads of the path FORWARD has not waited."""
         path = self._walk(self._whole_pages(token_ids), extra_key)
+        num_known = sum(node.num_pages for node in path) * self.page_size
+        if self.ends_at_states:
+            while path[-1] is not self.root and not path[-1].state and path[-1].host_state is None:
+                path.pop()
         device = [node for node in path if node.on_device]
         pages = self._pages_of(device)
         num_host_pages = sum(node.num_pages for node in path[len(device) :])
@@ -101,11 +107,18 @@ class HiRadixCache(RadixCache):
             num_host_tokens=num_host_pages * self.page_size,
             loading=self._loading(device),
             version=device[-1].version,
+            state=path[-1].state,
+            host_state=path[-1].host_state,
+            num_known=num_known,
         )
 
     def is_current(self, match: MatchResult) -> bool:
-        """As in :class:`RadixCache`, also for the part on the host: False too if some of that has moved or gone."""
-        if match.node.version != match.version or not self._is_attached(match.host_node):
+        """As in :class:`RadixCache`, also for the part on the host and the state: False too if some of these has moved
+        or gone."""
+        end = match.host_node
+        if match.node.version != match.version or not self._is_attached(end):
+            return False
+        if (end.state, end.host_state) != (match.state, match.host_state):
             return False
         if match.host_node is match.node:
             return True
@@ -133,6 +146,17 @@ class HiRadixCache(RadixCache):
         ticket.add_pages(pos)
         return PageMove(pages, host_pages_of(nodes), after)
 
+    def begin_load_state(self, node: TreeNode, slot: int, ticket: Ticket) -> PageMove:
+        """Make the state that ``node`` has on the host a part of ``ticket``, which loads it into ``slot``. The node is
+        on the device, at least by a load of the same ticket."""
+        assert node.host_state is not None and node.on_device, f"node {node.id} has no state to load"
+        after = node.host_after
+        for other in node.transfers:
+            if other is not ticket:
+                after = after.join(other.points)
+        self.transit.add(node, ticket)
+        return PageMove(_NO_PAGES, _NO_PAGES, after, ((slot, node.host_state),))
+
     def finish(self, ticket: Ticket) -> None:
         """Call it when ``ticket``'s Points are known to have passed: nodes do not carry the ticket any longer."""
         self.transit.finish(ticket)
@@ -147,32 +171,41 @@ class HiRadixCache(RadixCache):
         if threshold is None:
             return []
         on_paths = dict.fromkeys(part for node in nodes for part in node.path())
-        return [part for part in on_paths if part.host_pages is None and part.hit_count >= threshold]
+        return [part for part in on_paths if _is_only_on_device(part) and part.hit_count >= threshold]
 
     def begin_backup(self, nodes: Sequence[TreeNode], ticket: Ticket) -> PageMove:
-        """Give ``nodes`` (parents before children) host pages, as part of ``ticket``; those that have some already or
-        are not on the device are skipped. Makes room on the host by evicting there, but evicts nothing that is locked
-        or held, and nothing on the paths of ``nodes``. Nodes that still do not fit are left out, and so are those below
-        them. The caller submits the store (unless there is nothing to copy) before it makes another call that may
-        evict."""
+        """Give ``nodes`` (parents before children) host pages, and host slots of their states, as part of ``ticket``;
+        those that have some already or are not on the device are skipped. Makes room on the host by evicting there, but
+        evicts nothing that is locked or held, and nothing on the paths of ``nodes``. Nodes that still do not fit are
+        left out, and so are those below them. The caller submits the store (unless there is nothing to copy) before it
+        makes another call that may evict."""
         assert ticket.kind is TransferKind.STORE, f"{ticket!r} does not store"
         protected = self._leaving.union(*(node.path() for node in nodes))
         backed_up: list[TreeNode] = []
         refused: set[TreeNode] = set()
+        states: list[tuple[int, int]] = []
         after = Points.none()
         for node in nodes:
-            if node.host_pages is not None or not node.on_device or not self._is_attached(node):
+            if not node.on_device or not self._is_attached(node):
                 continue
-            leased = None if node.parent in refused else self.host.alloc(node.num_pages, protected)
-            if leased is None:
-                refused.add(node)
-                continue
-            after = after.join(leased[1]).join(node.after).join(transfer_points(node))
-            self.host.add(node, leased[0], Points.none())
-            self.transit.add(node, ticket)
-            ticket.add_pages(node.num_pages)
-            backed_up.append(node)
-        return PageMove(self._pages_of([self.root, *backed_up]), host_pages_of(backed_up), after)
+            in_flight = transfer_points(node)
+            if node.host_pages is None:
+                leased = None if node.parent in refused else self.host.alloc(node.num_pages, protected)
+                if leased is None:
+                    refused.add(node)
+                    continue
+                after = after.join(leased[1]).join(node.after).join(in_flight)
+                self.host.add(node, leased[0], Points.none())
+                self.transit.add(node, ticket)
+                ticket.add_pages(node.num_pages)
+                backed_up.append(node)
+            if node.state and node.host_state is None and (slot := self.host.alloc_state(protected)) is not None:
+                after = after.join(slot[1]).join(node.state_after).join(in_flight)
+                self.host.add_state(node, slot[0])
+                self.transit.add(node, ticket)
+                states.append((node.state, slot[0]))
+        pages = self._pages_of([self.root, *backed_up])
+        return PageMove(pages, host_pages_of(backed_up), after, tuple(states))
 
     # --- shrinking -----------------------------------------------------------------------------------
 
@@ -205,11 +238,12 @@ class HiRadixCache(RadixCache):
         num_retired = self.num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after.join(transfer_points(node)))
-            if node.host_pages is not None:
-                self.host.remove(node)
+            self._take_state(node)
+            self.host.leave(node)
             self.transit.remove(node)
             self._detach(node)
         self.host.lru.clear()
+        self.host.stateful.clear()
         self._clear()
         return num_retired
 
@@ -308,7 +342,7 @@ class HiRadixCache(RadixCache):
     def _spill_all(self, victims: list[TreeNode]) -> None:
         """Under write_back, have the victims without a host copy backed up: parents and the most recently used nodes
         first, which matter most if the host is full."""
-        nodes = [node for node in reversed(victims) if node.host_pages is None]
+        nodes = [node for node in reversed(victims) if _is_only_on_device(node)]
         if self._spill is None or not nodes:
             return
         self._leaving = frozenset(victims)
@@ -319,14 +353,15 @@ class HiRadixCache(RadixCache):
         """Retire the device pages of ``node``, which its parent no longer counts. It stays if it has a host copy."""
         in_flight = transfer_points(node)
         self._pool.retire(node.pages, node.after.join(in_flight))
+        self._take_state(node)
         self.num_evictable_pages -= len(node.pages)
         self.transit.remove(node)
-        if node.host_pages is None:
-            self._drop(node)
-            return
         # A transfer that still runs uses the host pages too, and their next user does not find its ticket here any
         # more.
         node.host_after = node.host_after.join(in_flight)
+        if node.host_pages is None:
+            self._drop(node)
+            return
         self.host.num_both_pages -= len(node.pages)
         node.pages, node.after, node.on_device = np.empty(0, dtype=np.int32), Points.none(), False
         self._note_move(node)
@@ -337,9 +372,10 @@ class HiRadixCache(RadixCache):
         parent = node.parent
         assert parent is not None, "the root never leaves"
         for below in reversed(list(self._nodes(node))):
-            self.host.remove(below)
+            self.host.leave(below)
             self._detach(below)
             self.num_nodes -= 1
+        self.host.leave(node)
         del parent.children[node.edge]
         self._detach(node)
         self.num_nodes -= 1
@@ -366,7 +402,19 @@ class HiRadixCache(RadixCache):
 
     def _offer(self, node: TreeNode) -> None:
         super()._offer(node)
-        self.host.lru.push_if_evictable(node)
+        self.host.offer(node)
+
+    def _give_up_state(self, node: TreeNode) -> None:
+        """As in :class:`RadixCache`; under write_back it is spilled before, with its pages."""
+        if self._spill is not None and node.host_state is None:
+            self._spill([node])
+        super()._give_up_state(node)
+
+    def _take_state(self, node: TreeNode) -> None:
+        """As in :class:`RadixCache`; a transfer may still use the snapshot."""
+        if node.state:
+            node.state_after = node.state_after.join(transfer_points(node))
+        super()._take_state(node)
 
     def _host_only(self, node: TreeNode) -> list[TreeNode]:
         """The nodes from the top down to ``node`` that are not on the device."""
@@ -376,10 +424,20 @@ class HiRadixCache(RadixCache):
 class HostTier:
     """Gives nodes their host pages and takes them back; :class:`HiRadixCache` decides which nodes."""
 
-    def __init__(self, pool: LeasePool, drop: Callable[[TreeNode], None]) -> None:
-        """``pool`` leases the host pages. ``drop`` removes a node from the tree that is on no tier any more."""
-        self.pool = pool
-        self._drop = drop
+    def __init__(
+        self,
+        pool: LeasePool,
+        drop: Callable[[TreeNode], None],
+        moved: Callable[[TreeNode], None],
+        states: LeasePool | None = None,
+    ) -> None:
+        """``pool`` leases the host pages, ``states`` the slots of states. ``drop`` removes a node from the tree that is
+        on no tier any more; ``moved`` notes that what matches know of a node has changed."""
+        self.pool, self.states = pool, states
+        self._drop, self._moved = drop, moved
+        self.stateful = LruQueue(_has_free_host_state)
+        self.num_states = 0  # on nodes of the tree
+        self.num_orphan_states = 0  # that only a hold keeps leased
         self.lru = LruQueue(attrgetter("is_host_evictable"))
         self.num_pages = 0  # on nodes of the tree
         self.num_both_pages = 0  # of these, on nodes that are on the device too
@@ -398,7 +456,7 @@ class HostTier:
         assert node.host_pages is None, f"node {node.id} is on the host already"
         assert node.parent is not None, f"node {node.id} is in no tree"
         node.host_pages = pages
-        node.host_after = after
+        node.host_after = node.host_after.join(after)
         node.parent.num_host_children += 1
         self.num_pages += len(pages)
         self.num_both_pages += len(pages) if node.on_device else 0
@@ -416,8 +474,60 @@ class HostTier:
         self.num_pages -= len(pages)
         self.num_both_pages -= len(pages) if node.on_device else 0
         node.parent.num_host_children -= 1
-        node.host_pages, node.host_after = None, Points.none()
+        node.host_pages = None
+        if node.host_state is None:
+            node.host_after = Points.none()
         return len(pages)
+
+    def leave(self, node: TreeNode) -> None:
+        """Give back what ``node``, which leaves the tree, has on the host."""
+        if node.host_pages is not None:
+            self.remove(node)
+        self._remove_state(node)
+
+    def offer(self, node: TreeNode) -> None:
+        """What ``node`` has on the host may be evicted, if nothing else keeps it."""
+        self.lru.push_if_evictable(node)
+        self.stateful.push_if_evictable(node)
+
+    def alloc_state(self, protected: Collection[TreeNode] = ()) -> tuple[int, Points] | None:
+        """Lease a slot for a state. If there is none left, the node that has been used least recently loses its own,
+        unless it is ``protected``; None if all are in use."""
+        if self.states is None:
+            return None
+        if not self.states.num_free:
+            kept: list[TreeNode] = []
+            while (node := self.stateful.pop()) is not None and node in protected:
+                kept.append(node)
+            for other in kept:
+                self.stateful.push_if_evictable(other)
+            if node is None:
+                return None
+            self._remove_state(node)
+            self._moved(node)
+        leased = self.states.alloc(1)
+        return None if leased is None else (int(leased[0][0]), leased[1])
+
+    def add_state(self, node: TreeNode, slot: int, after: Points = Points.none()) -> None:
+        """Give ``node`` the ``slot``, leased for the state after its tokens; ``after``: its users so far."""
+        assert node.host_state is None and node.parent is not None, f"node {node.id} is in no tree, or has a state"
+        node.host_state = slot
+        node.host_after = node.host_after.join(after)
+        self.num_states += 1
+        self.stateful.push_if_evictable(node)
+        if self.states is not None and len(self.stateful) > 2 * self.states.size:
+            self.stateful.drop_others()
+
+    def retire_state(self, slot: int, after: Points) -> None:
+        """Give back a slot that no node has."""
+        assert self.states is not None, "there are no states"
+        self.states.retire(np.array([slot], dtype=np.int32), after)
+
+    def _remove_state(self, node: TreeNode) -> None:
+        if node.host_state is not None:
+            self.retire_state(node.host_state, node.host_after.join(transfer_points(node)))
+            node.host_state = None
+            self.num_states -= 1
 
     def split(self, upper: TreeNode, lower: TreeNode, num_pages: int) -> None:
         """Note a split: ``upper`` has been cut from ``lower`` and takes its first ``num_pages`` host pages."""
@@ -506,15 +616,22 @@ class HostTier:
         hold = self._holds.pop(hold_id)
         for node in hold.nodes:
             node.host_holds = tuple(other for other in node.host_holds if other is not hold)
-            self.lru.push_if_evictable(node)
+            self.offer(node)
         for orphan in hold.orphans:
             orphan.num_holds -= 1
             if orphan.num_holds == 0:
                 self.num_orphan_pages -= len(orphan.pages)
                 self.pool.retire(orphan.pages, orphan.after)
+                if orphan.state is not None:
+                    self.num_orphan_states -= 1
+                    self.retire_state(orphan.state, orphan.after)
 
     def _orphan(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
-        orphan = Orphan(pages, after, len(node.host_holds))
+        orphan = Orphan(pages, after, len(node.host_holds), node.host_state)
+        if node.host_state is not None:
+            node.host_state = None
+            self.num_states -= 1
+            self.num_orphan_states += 1
         for hold in node.host_holds:
             hold.orphans.append(orphan)
         node.host_holds = ()
@@ -536,6 +653,13 @@ class HostTier:
         assert pages.size == self.num_pages, f"{pages.size} host pages, counted {self.num_pages}"
         assert num_both == self.num_both_pages, f"{num_both} pages on both, counted {self.num_both_pages}"
         check_owned(pages, self.pool)
+        states = [node.host_state for node in nodes if node.host_state is not None]
+        assert len(states) == self.num_states, f"{len(states)} host states, counted {self.num_states}"
+        if self.states is not None:
+            self.stateful.check()
+            free = (node for node in nodes if _has_free_host_state(node))
+            assert all(node in self.stateful for node in free), "a host state that cannot be evicted"
+            check_owned(np.array(sorted(states), dtype=np.int32), self.states)
 
 
 class InTransit:
@@ -547,7 +671,9 @@ class InTransit:
         self.num_pages = 0  # of nodes that carry a ticket
 
     def add(self, node: TreeNode, ticket: Ticket) -> None:
-        """Note that ``node``'s pages are part of ``ticket``'s transfer."""
+        """Note that ``node``'s pages, or its state, are part of ``ticket``'s transfer."""
+        if ticket in node.transfers:
+            return
         if not node.transfers:
             self.num_pages += node.num_pages
         node.transfers += (ticket,)
@@ -584,6 +710,19 @@ class InTransit:
                 )
         num_pages = sum(node.num_pages for node in nodes if node.transfers)
         assert num_pages == self.num_pages, f"{num_pages} pages in transit, counted {self.num_pages}"
+
+
+_NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
+
+
+def _is_only_on_device(node: TreeNode) -> bool:
+    """Whether the pages of ``node``, or its state, are on the device alone."""
+    return node.host_pages is None or (node.state != 0 and node.host_state is None)
+
+
+def _has_free_host_state(node: TreeNode) -> bool:
+    """Whether the host state of ``node`` may be evicted."""
+    return node.host_state is not None and node.lock_ref == 0 and not node.host_holds
 
 
 def host_pages_of(nodes: Iterable[TreeNode]) -> Int32Array:

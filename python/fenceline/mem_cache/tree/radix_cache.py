@@ -79,6 +79,7 @@ class TreeNode:
     num_host_children: int = 0  # children with host pages
     host_pages: Int32Array | None = None  # [num_pages], owned and contiguous
     host_after: Points = Points.none()
+    host_state: int | None = None  # the slot on the host of the state after ``tokens``; wherever the pages are
     transfers: tuple[Ticket, ...] = ()  # not yet acknowledged, oldest first
     host_holds: tuple[HostHold, ...] = ()
     keys: list[bytes] | None = None  # storage keys of the pages, None until they are needed
@@ -141,11 +142,12 @@ class HostHold:
 
 @dataclass(slots=True, eq=False)
 class Orphan:
-    """Held pages whose node has left the tree, waiting for ``num_holds`` releases."""
+    """Held pages whose node has left the tree, and the host slot of its state, waiting for ``num_holds`` releases."""
 
     pages: Int32Array
     after: Points
     num_holds: int
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,9 @@ class MatchResult:
     ``pages`` int32 in token order (a copy) are those on the device, ``num_tokens`` their tokens, a multiple of the
     page size, ``node`` the deepest node with device pages (the root if there is none). The pages stay the tree's:
     they are safe to read only while ``node`` is locked, and, where ``loading`` is not empty, after the Points of
-    these tickets: loads that FORWARD has not waited for. ``state`` is the slot of the snapshot of the state after them,
-    0 if there are none, or no states. Behind ``num_tokens``, up to ``num_known``, there are pages without a state.
+    these tickets: loads that FORWARD has not waited for. ``state`` is the slot of the snapshot of the state at
+    the end of the prefix, 0 for none, ``host_state`` its slot on the host. Behind the prefix, up to ``num_known``,
+    there are pages without a state.
 
     ``num_host_tokens`` tokens (whole pages) follow that are only on the host, down to ``host_node``, which is
     ``node`` if there are none. ``version`` is that of ``node``, see :meth:`RadixCache.is_current`.
@@ -170,7 +173,13 @@ class MatchResult:
     loading: tuple[Ticket, ...] = ()
     version: int = 0
     state: int = 0
+    host_state: int | None = None
     num_known: int = 0
+
+    @property
+    def loads_state(self) -> bool:
+        """Whether the state is on the host alone."""
+        return not self.state and self.host_state is not None
 
     def on_device(self) -> MatchResult:
         """The same match without what is only on the host."""
@@ -352,7 +361,7 @@ class RadixCache:
             node = self._stateful.pop()
             if node is None:
                 return None
-            self._take_state(node)
+            self._give_up_state(node)
         leased = self.states.alloc(1)
         return None if leased is None else (int(leased[0][0]), leased[1])
 
@@ -365,6 +374,11 @@ class RadixCache:
         if node.state or sum(each.num_pages for each in path) * self.page_size != tokens.size:
             self.retire_state(slot, after)
             return
+        self.set_state(node, slot, after)
+
+    def set_state(self, node: TreeNode, slot: int, after: Points) -> None:
+        """Give ``node``, which has no snapshot, ``slot``, the state after its tokens, written after ``after``."""
+        assert not node.state and node.on_device, f"node {node.id} has a state, or no pages before it"
         node.state, node.state_after = slot, after
         self.num_states += 1
         self.num_created += 1  # prefixes that have been looked up may now be longer
@@ -380,6 +394,10 @@ class RadixCache:
         """Give back a snapshot that no node has; others may access it after ``after``."""
         assert self.states is not None, "the model has no states"
         self.states.retire(np.array([slot], dtype=np.int32), after)
+
+    def _give_up_state(self, node: TreeNode) -> None:
+        """Take the snapshot of ``node``, which stays, for another state."""
+        self._take_state(node)
 
     def _take_state(self, node: TreeNode) -> None:
         """``node`` has no snapshot any more: matches that end there are stale."""
