@@ -436,7 +436,7 @@ def _with_states(random: Random, flags: Flags) -> Flags:
     if "model" in flags or own.random() < 0.3:
         return flags
     refused = (
-        "hicache_", "enable_hierarchical", "speculative_", "piecewise_", "draft", "depth_seed", "retract_policy",
+        "hicache_", "enable_hierarchical", "speculative_", "draft", "depth_seed", "retract_policy",
         "bad_days", "least_tokens", "debug_cuda_graph",
     )  # fmt: skip
     kept = {name: value for name, value in flags.items() if not name.startswith(refused)}

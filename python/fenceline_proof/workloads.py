@@ -253,7 +253,8 @@ def _states(random: Random) -> Scenario:
         flags["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + random.choice((1, 2, 4, 8, 32))
     if random.random() < 0.5:
         flags["chunked_prefill_size"] = random.choice((4, 8))
-    return replace(scenario, flags=flags)
+    between = PIECES if random.random() > 0.7 and flags.get("chunked_prefill_size") != 4 else {}
+    return replace(scenario, flags={**flags, **between})
 
 
 def _parting(random: Random) -> Scenario:

@@ -669,7 +669,6 @@ def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running
     for given, flag in (
         (args.hicache_storage_backend != "none", "--hicache-storage-backend"),
         (args.speculative_algorithm is not None, "--speculative-algorithm"),
-        (args.piecewise_cuda_graph_tokens is not None, "--piecewise-cuda-graph-tokens"),
     ):
         require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")
     require(
@@ -852,7 +851,7 @@ def piecewise_cuda_graph_tokens(
                 "drop it or raise --chunked-prefill-size"
             )
         return tuple(sorted(set(args.piecewise_cuda_graph_tokens)))
-    if device != "cuda" or model.recurrent_layers:
+    if device != "cuda":
         return ()
     if args.piecewise_cuda_graph_max_tokens is not None:
         sizes = _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))

@@ -51,6 +51,11 @@ class StatePool:
     def nbytes(self) -> int:
         return self.carried.nbytes + self.kept.nbytes
 
+    @property
+    def of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What layers change: all but the snapshots."""
+        return self.carried[: self.num_rows], self.kept
+
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """For each (source, slot) in turn: ``slot`` carries what ``source`` does. Call on FORWARD only."""
         for source, slot in copies:

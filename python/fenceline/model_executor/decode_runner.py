@@ -429,7 +429,7 @@ class DecodeRunner(GraphRunner):
         arena, size = self.arena, captured.size
         fields = [name for name in arena.fields if not name.startswith("plan_")]
         counted = [] if self._page_tags is None else [self._page_tags.clock]
-        states = [] if self._states is None else [self._states.carried[: self._states.num_rows], self._states.kept]
+        states = () if self._states is None else self._states.of_rows
         changed = [self._req_pool.last_tokens, arena["num_steps"], *counted, *states]
         before = [tensor.clone() for tensor in changed]
         self._run(size, captured.plan)

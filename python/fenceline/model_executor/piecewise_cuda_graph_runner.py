@@ -1,8 +1,9 @@
 """PiecewiseCudaGraphRunner: prefill steps as CUDA graphs of the pieces between attention calls, for a list of sizes.
 
-Attention depends on the requests' lengths and is launched as planned for each batch. Everything else depends on the
-number of tokens only. For a step of few tokens, launching each kernel takes the CPU longer than the GPU needs to run
-them. So such a step is replayed in the smallest captured size that holds its tokens, and the other rows are padded::
+Attention depends on the requests' lengths and is launched as planned for each batch; so is what a recurrent layer
+computes from its states, which is its attention here. Everything else depends on the number of tokens only. For a step
+of few tokens, launching each kernel takes the CPU longer than the GPU needs to run them. So such a step is replayed in
+the smallest captured size that holds its tokens, and the other rows are padded::
 
     piece 0    embedding, layer 0 until attention        graph
     attention of layer 0, of the step's tokens alone     launched
@@ -61,6 +62,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._compares = False
         self._captured: dict[int, _Captured] = {}
         self._aux_layers = aux_layers
+        self._states = parts.states
         self._embeddings = None if parts.embeddings is None else parts.embeddings.rows
         self._has_axes = model.config.moves_positions
         self.arena = Arena(device, "prefill", sizes[-1], (*self._plan_fields(), *model.arena_fields()))
@@ -145,12 +147,12 @@ class PiecewiseCudaGraphRunner(GraphRunner):
     def _submit(self, pieces: Sequence[Piece], batch: ForwardBatch) -> None:
         """Submit all pieces, and between them attention of the batch's tokens (without padding)."""
         attend, ready = self._model.attend, batch.layer_ready
-        for layer_id in range(self._model.num_layers):
-            if ready is not None:
+        for index, layer in enumerate(self._model.layers):
+            if ready is not None and layer.self_attn.state_spec is None:
                 # Wait before the piece that stores this layer's KV: it may write to a page that is still being loaded.
-                ready(layer_id)
-            pieces[layer_id]()
-            attend(layer_id, batch)
+                ready(layer.self_attn.layer_id)
+            pieces[index]()
+            attend(index, batch)
         pieces[-1]()
 
     def _capture_size(self, pool: GraphPool, size: int) -> Sequence[Graph]:
@@ -185,8 +187,12 @@ class PiecewiseCudaGraphRunner(GraphRunner):
     def _compare(self, size: int, batch: ForwardBatch, outputs: Mapping[str, torch.Tensor]) -> None:
         """``--debug-cuda-graph``: run the step without graphs and then with them. Raises ``GraphMismatch`` unless all
         ``outputs`` are equal bit by bit."""
+        states = () if self._states is None else self._states.of_rows
+        before = [tensor.clone() for tensor in states]
         self._submit(self._pieces(size), batch)
         eager = {name: output.clone() for name, output in outputs.items()}
+        for tensor, values in zip(states, before, strict=True):
+            tensor.copy_(values)
         self._submit([graph.replay for graph in self._captured[size].graphs], batch)
         self._device.synchronize()
         for name, replayed in outputs.items():

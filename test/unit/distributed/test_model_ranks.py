@@ -11,6 +11,7 @@ import pytest
 from demo_requests import greedy_requests, prompts, sampled_reference, sampled_requests
 from model_parity import save_checkpoint
 from ranks import Ranks
+from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
@@ -103,13 +104,17 @@ def test_ranks_score_as_one() -> None:
         ("qwen3.5-moe", 2, 1, {}),
         ("kimi-linear", 2, 2, {}),
         ("lfm2", 2, 1, {}),
+        ("minicpm-sala", 2, 1, {}),
     ],
 )
 def test_ranks_with_states_answer_as_one(
     name: str, size: int, ep_size: int, others: dict[str, object], tmp_path: Path
 ) -> None:
     """States are divided by heads or channels, and each rank has as many, of which requests begin with the same."""
-    save_checkpoint(name, tmp_path, others)
+    if name == "minicpm-sala":
+        save_sala(tmp_path)
+    else:
+        save_checkpoint(name, tmp_path, others)
 
     def work(driver: Driver) -> tuple[list[list[int]], list[int], int]:
         tokens = [[(first + number * number) % 90 + 2 for number in range(length)] for first, length in LENGTHS]

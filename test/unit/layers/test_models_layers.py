@@ -236,7 +236,10 @@ def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:
             assert torch.equal(slot.dest, part), name
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "qwen2-moe", "qwen3-moe-mixed", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-tied-biased", "qwen3", "qwen2-moe", "qwen3-moe-mixed", "qwen3-next", "qwen3.5", "kimi-linear", "lfm2"],
+)
 def test_a_forward_in_pieces_equals_the_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(name, tmp_path)
     expected = run_steps(PagedModel(tmp_path, 16, "cpu"))

@@ -86,6 +86,13 @@ def test_tokens_are_those_of_the_reference(
         {"max_total_tokens": 464, "max_mamba_cache_size": 9, **_TIERS},
         {"max_total_tokens": 464, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS},
         {"max_total_tokens": 464, "hicache_write_policy": "write_back", "retract_policy": "offload", **_TIERS},
+        {
+            "chunked_prefill_size": 96,
+            "piecewise_cuda_graph_tokens": (48, 96),
+            "cuda_graph_bs": [2, 8],
+            "debug_cuda_graph": True,
+        },
+        {"max_total_tokens": 464, "max_mamba_cache_size": 9, "piecewise_cuda_graph_tokens": (48, 384), **_TIERS},
     ],
 )
 def test_company_and_cuts_change_no_bit(
@@ -98,6 +105,9 @@ def test_company_and_cuts_change_no_bit(
         assert driver.scheduler.stats.num_retractions > 0
     if "enable_hierarchical_cache" in flags:
         assert driver.scheduler.memory.cached_tokens["host"] > 0
+    if "piecewise_cuda_graph_tokens" in flags:
+        stats = driver.worker.prefill_graphs.stats  # type: ignore[union-attr]
+        assert stats.replays == stats.eligible_steps > 3 and all(stats.replays_by_size.values())
 
 
 def test_a_conversation_goes_on_from_its_answers_state(
@@ -122,7 +132,6 @@ def test_a_conversation_goes_on_from_its_answers_state(
             {"tp_size": 2, "load_format": "dummy", "json_model_override_args": _ONE_HEAD},
             "--tp-size 2: .* 1 key heads or channels of recurrent layers .* use 1$",
         ),
-        ({"piecewise_cuda_graph_tokens": (64,)}, "--piecewise-cuda-graph-tokens: not supported for .* leave it out"),
         ({"max_mamba_cache_size": 3}, "--max-mamba-cache-size 3: each of 8 running requests has a state; give"),
         ({"mamba_full_memory_ratio": 0.0}, "--mamba-full-memory-ratio 0: must be above 0"),
     ],
