@@ -13,7 +13,7 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
-from fenceline.layers.kernels.recurrence import DeltaGates
+from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import DenseWeight, RMSNorm
 from fenceline.memory_order.kernel import Kernel
@@ -25,7 +25,7 @@ _TORCH = LayerKernels()
 
 
 def _result(
-    kernel: Kernel, function: Callable[..., torch.Tensor], out: torch.Tensor, *operands: torch.Tensor
+    kernel: Kernel, function: Callable[..., torch.Tensor], out: torch.Tensor, *operands: torch.Tensor | None
 ) -> torch.Tensor:
     """One launch of ``kernel``, which writes ``function(*operands)`` to ``out``, its last operand."""
 
@@ -135,11 +135,32 @@ class LaunchedLayerKernels(LayerKernels):
         accesses.delta_inputs.launch(compute, *operands)
         return q, k, v, decays, beta
 
+    def mamba_inputs(
+        self, mixed: torch.Tensor, dt: torch.Tensor, gates: MambaGates
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        def compute(
+            mixed: torch.Tensor, dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, *written: torch.Tensor
+        ) -> None:
+            made = _TORCH.mamba_inputs(mixed, dt, replace(gates, a_log=a_log, dt_bias=dt_bias))
+            for out, value in zip(written, made, strict=True):
+                out.copy_(value)
+
+        (tokens, heads), keys = dt.shape, (len(dt), gates.num_groups, gates.state_size)
+        values = mixed.shape[1] - 2 * gates.num_groups * gates.state_size
+        shapes = (keys, keys, (tokens, heads, values // heads), (tokens, heads))
+        q, k, v, decays = (mixed.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        accesses.mamba_inputs.launch(compute, mixed, dt, gates.a_log, gates.dt_bias, q, k, v, decays)
+        return q, k, v, decays
+
     def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
-    ) -> torch.Tensor:
-        compute = partial(_TORCH.gated_norm, eps=eps, silu=silu)
-        return _result(accesses.gated_norm, compute, gate.new_empty(x.shape), x, gate, weight)
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True,
+        skip: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        def compute(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *past: torch.Tensor) -> torch.Tensor:
+            return _TORCH.gated_norm(x, gate, weight, eps, silu, None if skip is None else (past[0], past[1]))
+
+        past = (None, None) if skip is None else skip
+        return _result(accesses.gated_norm, compute, gate.new_empty(x.shape), x, gate, weight, *past)
 
     def recurrence(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decays: torch.Tensor, beta: torch.Tensor | None,

@@ -19,7 +19,7 @@ from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels import accesses, embed_join
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.index_rows import packed, rounded
-from fenceline.layers.kernels.recurrence import DeltaGates
+from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.layers.kernels.triton import (
     activation,
@@ -195,11 +195,24 @@ def _recurrences() -> Iterator[Launch]:
         operands = (mixed, _random(tokens, heads), _random(tokens, heads), _random(heads), _random(heads), *made)
         yield Launch(f"delta_inputs {tokens}x{repeats}", accesses.delta_inputs, operands, run_inputs, made)
 
-        def run_norm(pdl: bool, x: Any, gate: Any, weight: Any, out: Any) -> None:
-            recurrence.gated_norm(x, gate, weight, 1e-6, pdl=pdl)
+        mixed = _random(tokens, heads * 20 + 2 * 2 * 12)
+        made = [_random(tokens, 2, 12), _random(tokens, 2, 12), _random(tokens, heads, 20), _random(tokens, heads)]
 
-        operands = (_random(tokens, 3, 20), _random(tokens, 3, 20), _random(20), out := _random(tokens, 3, 20))
-        yield Launch(f"gated_norm {tokens}", accesses.gated_norm, operands, run_norm, [out])
+        def run_mamba(pdl: bool, mixed: Any, dt: Any, a_log: Any, dt_bias: Any, *made: Any) -> None:
+            recurrence.mamba_inputs(mixed, dt, MambaGates(a_log, dt_bias, a_log, 2, 12, (0.01, 2.0)), pdl)
+
+        operands = (mixed, _random(tokens, heads), _random(heads), _random(heads), *made)
+        yield Launch(f"mamba_inputs {tokens}x{repeats}", accesses.mamba_inputs, operands, run_mamba, made)
+
+        def run_norm(pdl: bool, x: Any, gate: Any, weight: Any, inputs: Any, factors: Any, out: Any) -> None:
+            skip = None if inputs is None else (inputs, factors)
+            recurrence.gated_norm(x, gate, weight, 1e-6, True, skip, pdl)
+
+        has_skip = repeats > 1
+        weights = (_random(3, 20), _random(tokens, 6, 10), _random(6)) if has_skip else (_random(20), None, None)
+        operands = (_random(tokens, 3, 20), _random(tokens, 3, 20), *weights, out := _random(tokens, 3, 20))
+        name = f"gated_norm {tokens}, {'with' if has_skip else 'without'} a skip"
+        yield Launch(name, accesses.gated_norm, operands, run_norm, [out])
     # Of three requests the first one fills a block in the middle, the second begins with another's state.
     starts, lens = torch.tensor([70, 64, 0]), [60, 2, 5]
     rows = (

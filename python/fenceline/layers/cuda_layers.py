@@ -19,7 +19,13 @@ from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
 from fenceline.layers.kernels.triton.activation import silu_and_mul
 from fenceline.layers.kernels.triton.by_head import MAX_ROWS, by_head
 from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_config, grouped_product
-from fenceline.layers.kernels.triton.recurrence import delta_inputs, gated_norm, recurrence, short_convolution
+from fenceline.layers.kernels.triton.recurrence import (
+    delta_inputs,
+    gated_norm,
+    mamba_inputs,
+    recurrence,
+    short_convolution,
+)
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
 from fenceline.layers.kernels.triton.routing import route, router_logits
@@ -67,6 +73,7 @@ TRITON: Mapping[str, Callable[..., object]] = {
     "combine_experts": combine_experts,
     "short_convolution": short_convolution,
     "delta_inputs": delta_inputs,
+    "mamba_inputs": mamba_inputs,
     "recurrence": recurrence,
     "gated_norm": gated_norm,
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from recurrence_cases import KINDS, UNDONE, Kind, alone, step, token_by_token
 
 from fenceline.config.state_layout import GRID
-from fenceline.layers.kernels.recurrence import DeltaGates, delta_inputs, gated_norm
+from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates, delta_inputs, gated_norm, mamba_inputs
 from fenceline.layers.recurrent_state import StateRows, empty_states
 
 
@@ -116,3 +116,22 @@ def test_inputs_and_norms_do_not_depend_on_other_tokens(
         for whole, one in zip(together, delta_inputs(mixed[own], a[own], b[own], gates), strict=True):
             assert torch.equal(whole[own], one)
         assert torch.equal(normed[own], gated_norm(together[2][own], gate[own], weight, 1e-6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.sampled_from([(6, 2, 12, 10), (3, 3, 16, 16), (16, 2, 128, 80)]))
+def test_inputs_of_mamba2_do_not_depend_on_other_tokens(num_tokens: int, sizes: tuple[int, int, int, int]) -> None:
+    heads, groups, state_size, dim = sizes
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(num_tokens))
+    gates = MambaGates(draw(heads), draw(heads), draw(heads), groups, state_size, (0.01, 2.0))
+    mixed, dt = draw(num_tokens, heads * dim + 2 * groups * state_size), draw(num_tokens, heads) * 10
+    together = mamba_inputs(mixed, dt, gates)
+    x, gate = together[2].view(num_tokens, groups, -1), draw(num_tokens, groups, heads * dim // groups)
+    weight = draw(groups, heads * dim // groups)
+    inputs = mixed[:, : heads * dim].unflatten(1, (heads, dim))
+    normed = gated_norm(x, gate, weight, 1e-6, skip=(inputs, gates.skip))
+    for token in range(num_tokens):
+        own = slice(token, token + 1)
+        for whole, one in zip(together, mamba_inputs(mixed[own], dt[own], gates), strict=True):
+            assert torch.equal(whole[own], one)
+        assert torch.equal(normed[own], gated_norm(x[own], gate[own], weight, 1e-6, skip=(inputs[own], gates.skip)))

@@ -18,6 +18,7 @@ CHECKS = (
     "steps_with_decays_by_channel",
     "steps_without_a_delta_rule",
     "delta_inputs",
+    "mamba_inputs",
     "gated_norm",
 )
 
@@ -53,12 +54,22 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     blocks = {"V": 128, "BLOCK_V": 64, "MATRIX_SLOT": 1 << 19, "D_SLOT": 64 * 4096, "KEPT": True, "HAS_BETA": True}
     blocks |= {"CHUNK": kernels._BLOCK_FEATURES, "PRECISION": kernels._PRECISION, "scratch": None}
     inputs = {"KEY_HEADS": 16, "REPEATS": 2, "BLOCK_REPEATS": 2, "K": 128, "BLOCK_K": 128, "VALUES": 256}
-    norm = {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8, "SILU": True}
+    norm = {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8, "SILU": True, "OWN_WEIGHTS": False}
+    norm |= {"SKIP_ROW": 0, "SKIP_DIM": 0, "inputs": None, "factors": None}
+    # Of Nemotron Nano 9B v2.
+    mamba = {"GROUPS": 8, "STATE": 128, "BLOCK_STATE": 128, "REPEATS": 16, "BLOCK_REPEATS": 16, "DIM": 80}
+    mamba |= {"BLOCK_DIM": 128, "DT_ROW": 22_656}
+    grouped = {"HEADS": 8, "SIZE": 1280, "BLOCK": 2048, "GATE_ROW": 22_656, "ROWS": 1, "SILU": True}
+    grouped |= {"OWN_WEIGHTS": True, "SKIP_ROW": 12_288, "SKIP_DIM": 80}
+    groups = {"HEADS": 128, "KEY_HEADS": 8, "V": 80, "MATRIX_SLOT": 128 * 128 * 80, "K_SLOT": 64 * 1024}
+    groups |= {"D_SLOT": 64 * 128 * 80, "DECAY_SLOT": 64 * 128, "HAS_BETA": False, "beta": None}
     inputs |= {"BLOCK_VALUES": 256, "A_ROW": 32, "B_ROW": 32, "BY_CHANNEL": False}
     floats = dict.fromkeys(("matrix", "ring_k", "ring_d", "ring_decay", "q", "k", "v", "decays", "beta"), "*fp32")
-    floats |= dict.fromkeys(("a_log", "dt_bias"), "*fp32")
-    types = floats | {"query_starts": "*i32", "num_rows": "i32", "eps": "fp32"}
-    types |= dict.fromkeys(("x", "weight", "columns", "ring", "mixed", "a", "b", "gate", "out"), "*bf16")
+    floats |= dict.fromkeys(("a_log", "dt_bias", "factors"), "*fp32")
+    types = floats | {"query_starts": "*i32", "num_rows": "i32", **dict.fromkeys(("eps", "least", "most"), "fp32")}
+    types |= dict.fromkeys(
+        ("x", "weight", "columns", "ring", "mixed", "a", "b", "gate", "out", "dt", "inputs"), "*bf16"
+    )
     for kernel, warps, constants, others in (
         (kernels._short_convolution_kernel, 4, channels | {"BLOCK_C": 128, "GRID": 64}, {}),
         (kernels._delta_inputs_kernel, 1, inputs, {}),
@@ -67,6 +78,9 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
         (kernels._recurrence_kernel, 4, heads | blocks | {"DECAYS": 128}, {"out": "*fp32"}),
         (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128}, {}),
         (kernels._gated_norm_kernel, 4, norm, {"x": "*fp32"}),
+        (kernels._gated_norm_kernel, 4, grouped, {"x": "*fp32"}),
+        (kernels._mamba_inputs_kernel, 4, mamba, {"v": "*fp32"}),
+        (kernels._recurrence_kernel, 4, heads | blocks | groups, {"out": "*fp32"}),
     ):  # fmt: skip
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else (types | others).get(name, "*i64") for name in names}
@@ -93,6 +107,19 @@ def check_delta_inputs() -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+def check_mamba_inputs() -> None:
+    from fenceline.layers.kernels.triton import recurrence as triton_recurrence
+
+    heads, groups, state_size, dim = 6, 2, 12, 20
+    for dtype, limits in ((torch.float32, (0.0, float("inf"))), (torch.bfloat16, (0.1, 2.0))):
+        gates = reference.MambaGates(*(torch.randn(heads) for _ in range(3)), groups, state_size, limits)
+        mixed = torch.randn(5, heads * dim + 2 * groups * state_size).to(dtype)
+        dt = (torch.randn(5, 4 + heads).to(dtype) * 12)[:, 4:]
+        expected = reference.mamba_inputs(mixed, dt, gates)
+        for ours, theirs in zip(triton_recurrence.mamba_inputs(mixed, dt, gates), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
 def check_gated_norm() -> None:
     from fenceline.layers.kernels.triton import recurrence as triton_recurrence
 
@@ -103,6 +130,13 @@ def check_gated_norm() -> None:
             found = triton_recurrence.gated_norm(x, gate, weight, 1e-5, silu)
             expected = reference.gated_norm(x, gate, weight, 1e-5, silu)
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        # As in Mamba2: groups of two heads, with inputs that go past the recurrence.
+        skip = torch.randn(5, 90).to(dtype)[:, 20:80].unflatten(1, (6, 10)), torch.randn(6)
+        weight = torch.randn(3, 20).to(dtype)
+        found = triton_recurrence.gated_norm(x, gate, weight, 1e-5, skip=skip)
+        torch.testing.assert_close(
+            found, reference.gated_norm(x, gate, weight, 1e-5, skip=skip), atol=tolerance, rtol=tolerance
+        )
 
 
 def main() -> None:
@@ -115,6 +149,7 @@ def main() -> None:
         "steps_with_decays_by_channel": lambda: check_steps(KINDS[1], arithmetic),
         "steps_without_a_delta_rule": lambda: check_steps(KINDS[2], arithmetic),
         "delta_inputs": check_delta_inputs,
+        "mamba_inputs": check_mamba_inputs,
         "gated_norm": check_gated_norm,
     }
     print_outcomes(checks)

@@ -53,8 +53,13 @@ delta_inputs = declared(
     "delta_inputs", "mixed a b a_log dt_bias q k v decays beta", "| > mixed a b a_log dt_bias -> q k v decays beta"
 )
 
+# See ``recurrence.mamba_inputs``.
+mamba_inputs = declared(
+    "mamba_inputs", "mixed dt a_log dt_bias q k v decays", "| > mixed dt a_log dt_bias -> q k v decays"
+)
+
 # See ``recurrence.gated_norm``.
-gated_norm = declared("gated_norm", "x gate weight out", "| > x gate weight -> out")
+gated_norm = declared("gated_norm", "x gate weight inputs factors out", "| > x gate weight inputs factors -> out")
 
 # See ``recurrence.recurrence``.
 recurrence = declared(

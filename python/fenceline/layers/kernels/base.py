@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.four_bit import four_bit_numbers
 from fenceline.layers.kernels.index_rows import packed, rounded, spread
-from fenceline.layers.kernels.recurrence import DeltaGates, delta_inputs, gated_norm, recurrence, short_convolution
+from fenceline.layers.kernels.recurrence import (
+    DeltaGates,
+    MambaGates,
+    delta_inputs,
+    gated_norm,
+    mamba_inputs,
+    recurrence,
+    short_convolution,
+)
 from fenceline.layers.recurrent_state import LayerState, StateRows
 
 
@@ -125,6 +133,10 @@ class LayerKernels:
             return F.relu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
 
+    def squared_relu(self, x: torch.Tensor) -> torch.Tensor:
+        """relu(x)², a new tensor of x's type."""
+        return F.relu(x).square_()
+
     def short_convolution(
         self,
         x: torch.Tensor,
@@ -156,11 +168,23 @@ class LayerKernels:
         """See ``recurrence.delta_inputs``."""
         return delta_inputs(mixed, a, b, gates)
 
+    def mamba_inputs(
+        self, mixed: torch.Tensor, dt: torch.Tensor, gates: MambaGates
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``recurrence.mamba_inputs``."""
+        return mamba_inputs(mixed, dt, gates)
+
     def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        silu: bool = True,
+        skip: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See ``recurrence.gated_norm``."""
-        return gated_norm(x, gate, weight, eps, silu)
+        return gated_norm(x, gate, weight, eps, silu, skip)
 
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, norms: QKNorm | None, table: torch.Tensor, positions: torch.Tensor

@@ -100,19 +100,57 @@ def delta_inputs(
     return q * gates.key_dim**-0.5, k, values.contiguous(), decays, sigmoid(b)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MambaGates:
+    """How Mamba2 makes time steps and decays, and its groups of heads, which share inputs ``B`` and ``C`` of
+    ``state_size`` features."""
+
+    a_log: torch.Tensor  # [heads] float32
+    dt_bias: torch.Tensor  # [heads] float32
+    skip: torch.Tensor  # [heads] float32, the factors of inputs that go past the recurrence
+    num_groups: int
+    state_size: int
+    step_limits: tuple[float, float]
+
+
+def mamba_inputs(
+    mixed: torch.Tensor, dt: torch.Tensor, gates: MambaGates
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs of ``recurrence`` in Mamba2 (arXiv:2405.21060): q, k, v and decays, where q is C, k is B and v is x
+    times the time step. ``mixed`` [T, C] has x, B and C; dt is [T, heads]."""
+    size, heads = gates.num_groups * gates.state_size, len(gates.a_log)
+    x, k, q = mixed.float().split((mixed.shape[1] - 2 * size, size, size), 1)
+    steps = softplus(dt.float() + gates.dt_bias).clamp_(*gates.step_limits)
+    values = x.unflatten(1, (heads, -1)) * steps[:, :, None]
+    k, q = (part.unflatten(1, (gates.num_groups, -1)).contiguous() for part in (k, q))
+    return q, k, values, steps * -gates.a_log.exp()
+
+
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] of length 1 on its last axis."""
     return x * ((x * x).sum(-1, keepdim=True) + 1e-6).rsqrt_()
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    silu: bool = True,
+    skip: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """RMSNorm of each head of x [T, heads, V] float32, times silu(gate), or its sigmoid if not ``silu``, [T, heads, V]
-    → gate's type; weight [V]."""
-    normed = x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt_() * weight.float()
+    → gate's type; weight [V], or [heads, V].
+
+    ``skip`` of Mamba2, inputs [T, n, dim] and factors [n] float32, where n * dim is heads * V: first the inputs times
+    their factors are added to x, and it is multiplied by silu(gate) *before* the norm."""
     factor = sigmoid(gate)
-    return (normed * (gate.float() * factor if silu else factor)).to(gate.dtype)
+    factor = gate.float() * factor if silu else factor
+    if skip is not None:
+        inputs, factors = skip
+        x = (x + (inputs.float() * factors[:, None]).view(x.shape)) * factor
+    normed = x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt_() * weight.float()
+    return (normed if skip is not None else normed * factor).to(gate.dtype)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from fenceline.config.state_layout import GRID
-from fenceline.layers.kernels.recurrence import DeltaGates
+from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.memory_order.triton_launcher import KernelVariant
 
 _BLOCK_TOKENS, _BLOCK_CHANNELS = 32, 128
 _BLOCK_VALUES = 64  # features of values in a program
 _BLOCK_FEATURES = 32  # of keys, in a product
-_BLOCK_ROWS = 8  # of the gated norm
+_BLOCK_ROWS, _BLOCK_ELEMENTS = 8, 1024  # of the gated norm
 _PRECISION = "tf32x3"  # three products of a tensor core, which together are as exact as float32
 
 
@@ -595,45 +595,126 @@ def _keep_rows_kernel(
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, silu: bool = True, pdl: bool = False
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    silu: bool = True,
+    skip: tuple[torch.Tensor, torch.Tensor] | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """See ``LayerKernels.gated_norm``. x is contiguous, as are a token's gates. Current stream, no host
-    synchronisation."""
+    """See ``LayerKernels.gated_norm``. x is contiguous, as are a token's gates and its inputs of ``skip``. Current
+    stream, no host synchronisation."""
     num_tokens, heads, size = x.shape
     assert x.is_contiguous() and gate.stride(2) == 1 and gate.stride(1) == size and weight.is_contiguous()
+    inputs, factors = (None, None) if skip is None else skip
+    assert inputs is None or (inputs.stride(2) == 1 and inputs.stride(1) == inputs.shape[2])
     out = gate.new_empty(x.shape)
     if num_tokens:
+        block = triton.next_power_of_2(size)
+        rows = min(_BLOCK_ROWS, max(_BLOCK_ELEMENTS // block, 1))
         constants = {
             "HEADS": heads,
             "SIZE": size,
-            "BLOCK": triton.next_power_of_2(size),
+            "BLOCK": block,
             "GATE_ROW": gate.stride(0),
-            "ROWS": _BLOCK_ROWS,
+            "ROWS": rows,
             "SILU": silu,
+            "OWN_WEIGHTS": weight.dim() == 2,
+            "SKIP_ROW": 0 if inputs is None else inputs.stride(0),
+            "SKIP_DIM": 0 if inputs is None else inputs.shape[2],
         }
-        grid = (-(-num_tokens * heads // _BLOCK_ROWS),)
         _variant(_gated_norm_kernel, tuple(constants.items())).launch(
-            grid, (x, gate, weight, out), (num_tokens * heads, eps)
+            (-(-num_tokens * heads // rows),), (x, gate, weight, inputs, factors, out), (num_tokens * heads, eps)
         )
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
-    x, gate, weight, out, num_rows, eps,
+    x, gate, weight, inputs, factors, out, num_rows, eps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_ROW: tl.constexpr, ROWS: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, OWN_WEIGHTS: tl.constexpr, SKIP_ROW: tl.constexpr, SKIP_DIM: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     features = tl.arange(0, BLOCK)
     live = (rows < num_rows)[:, None] & (features < SIZE)[None, :]
     values = tl.load(x + rows[:, None] * SIZE + features[None, :], mask=live, other=0.0)
-    factor = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)[:, None]
-    place = (rows // HEADS * GATE_ROW + rows % HEADS * SIZE)[:, None] + features[None, :]
-    gates = tl.load(gate + place, mask=live, other=0.0).to(tl.float32)
-    weights = tl.load(weight + features, mask=features < SIZE, other=0.0).to(tl.float32)[None, :]
+    in_token = (rows % HEADS * SIZE)[:, None] + features[None, :]
+    gates = tl.load(gate + (rows // HEADS * GATE_ROW)[:, None] + in_token, mask=live, other=0.0).to(tl.float32)
     share = 1 / (1 + tl.exp(-gates))
     if SILU:
         share *= gates
-    result = values * factor * weights * share
+    if SKIP_DIM:
+        past = tl.load(inputs + (rows // HEADS * SKIP_ROW)[:, None] + in_token, mask=live, other=0.0).to(tl.float32)
+        values = (values + past * tl.load(factors + in_token // SKIP_DIM, mask=live, other=0.0)) * share
+    factor = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)[:, None]
+    if OWN_WEIGHTS:
+        weights = tl.load(weight + in_token, mask=live, other=0.0).to(tl.float32)
+    else:
+        weights = tl.load(weight + features, mask=features < SIZE, other=0.0).to(tl.float32)[None, :]
+    result = values * factor * weights
+    if not SKIP_DIM:
+        result *= share
     tl.store(out + rows[:, None] * SIZE + features[None, :], result.to(out.dtype.element_ty), mask=live)
+
+
+def mamba_inputs(
+    mixed: torch.Tensor, dt: torch.Tensor, gates: MambaGates, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``LayerKernels.mamba_inputs``. ``mixed`` is contiguous, as are the steps of a token. Current stream, no host
+    synchronisation."""
+    (num_tokens, width), heads, groups, state_size = mixed.shape, len(gates.a_log), gates.num_groups, gates.state_size
+    assert mixed.is_contiguous() and dt.stride(1) == 1 and dt.shape[1] == heads
+    dim = (width - 2 * groups * state_size) // heads
+    q, k = (mixed.new_empty(num_tokens, groups, state_size, dtype=torch.float32) for _ in range(2))
+    v = mixed.new_empty(num_tokens, heads, dim, dtype=torch.float32)
+    decays = mixed.new_empty(num_tokens, heads, dtype=torch.float32)
+    if num_tokens:
+        repeats = heads // groups
+        constants = {
+            "GROUPS": groups,
+            "STATE": state_size,
+            "BLOCK_STATE": triton.next_power_of_2(state_size),
+            "REPEATS": repeats,
+            "BLOCK_REPEATS": triton.next_power_of_2(repeats),
+            "DIM": dim,
+            "BLOCK_DIM": triton.next_power_of_2(dim),
+            "DT_ROW": dt.stride(0),
+        }
+        tensors = (mixed, dt, gates.a_log, gates.dt_bias, q, k, v, decays)
+        _variant(_mamba_inputs_kernel, tuple(constants.items())).launch(
+            (num_tokens, groups), tensors, gates.step_limits
+        )
+    return q, k, v, decays
+
+
+@triton.jit
+def _mamba_inputs_kernel(
+    mixed, dt, a_log, dt_bias, q, k, v, decays, least, most,
+    GROUPS: tl.constexpr, STATE: tl.constexpr, BLOCK_STATE: tl.constexpr, REPEATS: tl.constexpr,
+    BLOCK_REPEATS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DT_ROW: tl.constexpr,
+):  # fmt: skip
+    """One program: a token's group of heads."""
+    HEADS: tl.constexpr = GROUPS * REPEATS
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = mixed + token * (HEADS * DIM + 2 * GROUPS * STATE)
+    features = tl.arange(0, BLOCK_STATE)
+    live = features < STATE
+    place = (token * GROUPS + group) * STATE + features
+    of_group = row + HEADS * DIM + group * STATE + features
+    tl.store(k + place, tl.load(of_group, mask=live, other=0.0).to(tl.float32), mask=live)
+    tl.store(q + place, tl.load(of_group + GROUPS * STATE, mask=live, other=0.0).to(tl.float32), mask=live)
+    repeats = tl.arange(0, BLOCK_REPEATS)
+    heads, live = group * REPEATS + repeats, repeats < REPEATS
+    step = tl.load(dt + token * DT_ROW + heads, mask=live, other=0.0).to(tl.float32)
+    step += tl.load(dt_bias + heads, mask=live, other=0.0)
+    step = tl.where(step > 20.0, step, tl.log(1 + tl.exp(step)))
+    step = tl.minimum(tl.maximum(step, least), most)
+    rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))
+    tl.store(decays + token * HEADS + heads, -rate * step, mask=live)
+    features = tl.arange(0, BLOCK_DIM)
+    live = live[:, None] & (features < DIM)[None, :]
+    place = heads[:, None] * DIM + features[None, :]
+    values = tl.load(row + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(v + token * (HEADS * DIM) + place, values * step[:, None], mask=live)
