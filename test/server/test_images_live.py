@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -69,6 +68,8 @@ def answer(client: openai.OpenAI, *images: Image.Image) -> str:
 
 
 def test_the_clients_of_openai_and_anthropic_agree(client: openai.OpenAI, live: LiveServer) -> None:
+    import anthropic  # takes a second, which each process that collects the tests would spend
+
     expected = answer(client, NOISE)
     assert len({expected, answer(client, RED), answer(client)}) == 3 and answer(client, NOISE) == expected
     chunks = client.chat.completions.create(model="vision", messages=asked(NOISE), stream=True, **SMALL)
