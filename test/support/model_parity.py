@@ -146,6 +146,16 @@ _DELTA_NET: dict[str, object] = {
     "linear_value_head_dim": 10,
 }
 
+_MAMBA2: dict[str, object] = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "n_groups": 4,
+    "ssm_state_size": 12,
+    "time_step_min": 1e-9,
+    "chunk_size": 32,
+}
+
 # As DeepSeek-V2-Lite is published, with the angles and the temperature of yarn.
 _DEEPSEEK: dict[str, object] = {
     "num_key_value_heads": None,
@@ -494,6 +504,36 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["conv", "full_attention", "conv", "conv"],
         },
     ),
+    # Nearly no least time step, which transformers has in prefill only.
+    "nemotron-h": (
+        "NemotronH",
+        {
+            **_MAMBA2,
+            "num_hidden_layers": 8,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+            + ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": [0.0, 1e9],
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        {
+            **_MAMBA2,
+            "num_hidden_layers": 8,
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"]
+            + ["linear_attention", "mlp", "full_attention"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "qwen2-moe-no-bias": (
         "Qwen2Moe",
         {**_EXPERTS, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "qkv_bias": False},
@@ -502,7 +542,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
 
 # Entries of config.json that have no defaults, beside SIZES, or must go with them.
 _REQUIRED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k",
-             "moe_intermediate_size", "num_key_value_heads")  # fmt: skip
+             "moe_intermediate_size", "num_key_value_heads", "layers_block_type")  # fmt: skip
 
 
 def shortest_config(name: str) -> tuple[transformers.PreTrainedConfig, dict[str, object]]:

@@ -3,6 +3,7 @@ they compute is in ``models/``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,7 +133,8 @@ class BlocksConfig:
 class RecurrentConfig:
     """Layers that carry a state in place of attending to all tokens, each with a convolution over ``taps`` tokens (0:
     none). Each of ``num_heads`` has a state of [key_dim, value_dim], and ``num_key_heads`` share out the queries and
-    keys; without heads the convolution is all."""
+    keys; without heads the convolution is all. ``mlp_layers`` have neither a state nor attention: they are an MLP
+    alone. ``step_limits``: the least and the greatest time step of Mamba2."""
 
     layers: frozenset[int]
     taps: int = 0
@@ -140,6 +142,8 @@ class RecurrentConfig:
     num_key_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    mlp_layers: frozenset[int] = frozenset()
+    step_limits: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -595,6 +599,88 @@ def _sala_blocks(reader: ConfigReader) -> BlocksConfig | None:
     return blocks
 
 
+# The kinds of Nemotron-H's layers: the letters of its pattern, and the names that transformers has had for them.
+_NEMOTRON_H_KINDS: Mapping[str, str] = {
+    "M": "linear_attention",
+    "*": "full_attention",
+    "-": "mlp",
+    "E": "moe",
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}
+
+
+def _nemotron_h_renamed(hf: Mapping[str, object]) -> dict[str, object]:
+    """Published files have a pattern with a letter for each layer. Layers that predict further tokens are left out."""
+    entries = {key: value for key, value in hf.items() if not key.startswith("mtp_")}
+    entries.pop("num_nextn_predict_layers", None)
+    pattern, kinds = entries.pop("hybrid_override_pattern", None), entries.pop("layers_block_type", None)
+    stated = kinds or entries.get("layer_types") or pattern
+    if isinstance(stated, str | list):
+        entries["layer_types"] = [_NEMOTRON_H_KINDS.get(str(kind), str(kind)) for kind in stated]
+        entries.setdefault("num_hidden_layers", len(stated))
+    for name, usual in (("layer_norm_epsilon", "rms_norm_eps"), ("attention_head_dim", "head_dim")):
+        if name in entries:
+            entries[usual] = entries.pop(name)
+    return entries
+
+
+def _mamba2(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
+    kinds = reader.strings("layer_types")[:num_layers]
+    if len(kinds) < num_layers or set(kinds) - set(_NEMOTRON_H_KINDS.values()):
+        raise ConfigError(
+            f"config.json: hybrid_override_pattern must say M, *, - or E of each of the {num_layers} layers"
+        )
+    alone = [kind in ("mlp", "moe") for kind in kinds]
+    if any(alone[i] and (i == 0 or alone[i - 1]) for i in range(num_layers)):
+        raise ConfigError("config.json: hybrid_override_pattern has - or E not behind M or *, which is not supported")
+    heads, groups = reader.size("mamba_num_heads", 128), reader.size("n_groups", 8)
+    if heads % groups:
+        raise ConfigError(f"config.json: mamba_num_heads {heads} must be a multiple of n_groups {groups}")
+    # The steps with which training begins, how others compute, and what follows from the other sizes.
+    reader.overridden("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "chunk_size", "expand")
+    reader.overridden("mamba_ssm_cache_dtype", "use_mamba_kernels", "rescale_prenorm_residual", "num_logits_to_keep")
+    reader.overridden("norm_eps")
+    return RecurrentConfig(
+        layers=frozenset(i for i in range(num_layers) if kinds[i] == "linear_attention"),
+        taps=reader.size("conv_kernel", 4),
+        num_heads=heads,
+        num_key_heads=groups,
+        key_dim=reader.size("ssm_state_size", 128),
+        value_dim=reader.size("mamba_head_dim", 64),
+        mlp_layers=frozenset(i for i in range(num_layers) if alone[i]),
+        step_limits=_step_limits(reader),
+    )
+
+
+def _step_limits(reader: ConfigReader) -> tuple[float, float]:
+    """time_step_limit, the second of which transformers 5 writes as an object if it is infinite."""
+    stated = reader.values.get("time_step_limit")
+    if stated is None:
+        return 0.0, math.inf
+    values = stated if isinstance(stated, list) else []
+    values = [math.inf if value == {"__float__": "Infinity"} else value for value in values]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if len(numbers) != 2 or not 0.0 <= numbers[0] <= numbers[1]:
+        raise ConfigError(f"config.json: time_step_limit must be two numbers from 0 on, got {stated!r}")
+    return numbers[0], numbers[1]
+
+
+def _nemotron_h_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig | None:
+    kinds = reader.strings("layer_types")[:num_layers]
+    if "moe" not in kinds:
+        reader.overridden(*(key for key in reader.values if key.startswith(("moe_", "n_"))), "topk_group")
+        reader.overridden("num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob")
+        return None
+    if (num_shared := reader.count("n_shared_experts", default=1)) != 1:
+        raise ConfigError(f"config.json: n_shared_experts {num_shared} is not supported, only 1 is")
+    return replace(
+        _glm_experts(reader, num_layers),
+        shared_size=reader.size("moe_shared_expert_intermediate_size", 7688),
+        dense_layers=frozenset(i for i in range(num_layers) if kinds[i] == "mlp"),
+    )
+
+
 def _linear_layers(kinds: tuple[str, ...], num_layers: int) -> frozenset[int]:
     if len(kinds) < num_layers or set(kinds) - {"linear_attention", "full_attention"}:
         raise ConfigError(
@@ -651,10 +737,10 @@ class Family:
     """How to read the entries of config.json in which families differ, by the rules of their transformers configs.
 
     ``head_dim`` is a default (None: hidden_size divided by the number of heads). ``windows`` returns the sliding window
-    of each layer, ``experts`` the mixture of experts, ``unrotated`` the layers without position embedding; all get the
-    number of layers. ``latent`` returns the sizes of latent attention; None: layers keep keys and values. ``indexer``
-    returns how latents are selected (None: none are), and gets the number of layers. ``blocks`` returns how blocks of
-    keys are (None: all are attended to).
+    of each layer, ``experts`` the mixture of experts (None: a model without), ``unrotated`` the layers without position
+    embedding; all get the number of layers. ``latent`` returns the sizes of latent attention; None: layers keep keys
+    and values. ``indexer`` returns how latents are selected (None: none are), and gets the number of layers. ``blocks``
+    returns how blocks of keys are (None: all are attended to).
     ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
     ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
     ``activation_key`` is the entry for the activation, None if there is none.
@@ -693,7 +779,7 @@ class Family:
     multipliers: Callable[[ConfigReader], Multipliers] = _no_multipliers
     unrotated: Callable[[ConfigReader, int], frozenset[int]] = _none_unrotated
     windows: Callable[[ConfigReader, int], Windows] = _no_windows
-    experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
+    experts: Callable[[ConfigReader, int], ExpertsConfig | None] | None = None
     latent: Callable[[ConfigReader], LatentConfig] | None = None
     indexer: Callable[[ConfigReader, int], IndexerConfig] | None = None
     blocks: Callable[[ConfigReader], BlocksConfig | None] | None = None
@@ -899,6 +985,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MistralForCausalLM": Family(windows=_mistral_windows),
         "MixtralForCausalLM": Family(
             rms_norm_eps=1e-5, rope_theta=1e6, windows=_plain_windows, experts=_mixtral_experts
+        ),
+        "NemotronHForCausalLM": Family(
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            activation_key=None,
+            switches=("use_bias", "use_conv_bias"),
+            computed={
+                "mamba_hidden_act": ("silu",),
+                "mamba_proj_bias": (False,),
+                "mlp_hidden_act": ("relu2",),
+                "moe_latent_size": (),
+                "moe_shared_expert_overlap": (False, True),
+                "residual_in_fp32": (False,),
+                "sliding_window": (),
+            },
+            unrotated=_all_unrotated,
+            experts=_nemotron_h_experts,
+            recurrent=_mamba2,
+            renamed=_nemotron_h_renamed,
         ),
         "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5),
         "Olmo3ForCausalLM": Family(

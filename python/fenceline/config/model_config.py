@@ -133,7 +133,12 @@ class ModelConfig:
     @property
     def num_attention_layers(self) -> int:
         """Layers that have rows in the KV pool."""
-        return self.num_layers - len(self.recurrent_layers)
+        return self.num_layers - len(self.recurrent_layers) - len(self.mlp_layers)
+
+    @property
+    def mlp_layers(self) -> frozenset[int]:
+        """Layers that are an MLP alone, which follows the layer before."""
+        return frozenset() if self.recurrent is None else self.recurrent.mlp_layers
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens; None: it attends to all tokens."""
@@ -262,7 +267,7 @@ class ModelConfig:
         windows = family.windows(reader, num_layers)
         indexer = None if family.indexer is None else family.indexer(reader, num_layers)
         recurrent = None if family.recurrent is None else family.recurrent(reader, num_layers)
-        if recurrent is not None and len(recurrent.layers) == num_layers:
+        if recurrent is not None and len(recurrent.layers | recurrent.mlp_layers) == num_layers:
             raise ConfigError(f"config.json: none of {num_layers} layers attends, at least one must be full_attention")
         if recurrent is None:
             _check_layer_types(reader, windows, num_layers, ("full_attention",) if indexer is None else _INDEXED)
@@ -418,9 +423,8 @@ def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
 
 
 def _experts(family: Family, reader: ConfigReader, num_layers: int, stored: QuantConfig | None) -> ExpertsConfig | None:
-    if family.experts is None:
-        return None
-    return dataclasses.replace(family.experts(reader, num_layers), format=stored)
+    experts = None if family.experts is None else family.experts(reader, num_layers)
+    return None if experts is None else dataclasses.replace(experts, format=stored)
 
 
 def _size_of_all(experts: ExpertsConfig | None) -> int | None:

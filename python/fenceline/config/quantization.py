@@ -28,13 +28,14 @@ _SCALES = (None, "float", "ue8m0")
 MXFP4_GROUP = 32  # this many numbers of a row share an exponent
 FP8_BLOCK = 128  # rows and columns of a block that has one scale
 # Matrices that some checkpoints store fused, and their parts.
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
-    "in_proj": ("in_proj_gate", "in_proj_output", "in_proj_input"),
-}
+FUSED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("fused_qkv_a_proj_with_mqa", ("q_a_proj", "kv_a_proj_with_mqa")),
+    ("in_proj_qkv", ("in_proj_q", "in_proj_k", "in_proj_v")),
+    ("in_proj", ("in_proj_gate", "in_proj_output", "in_proj_input")),
+    ("in_proj", ("in_proj_gates", "in_proj_values", "in_proj_keys", "in_proj_queries", "in_proj_steps")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,10 +331,10 @@ def _lists(listed: tuple[str, ...], module: str) -> bool:
     if not names.isdisjoint(_runs(module)) or _match(patterns, module):
         return True
     parent, _, last = module.rpartition(".")
-    fused = next((fused for fused, parts in FUSED.items() if last in parts), None)
-    if fused is None:
+    found = next(((fused, parts) for fused, parts in FUSED if last in parts), None)
+    if found is None:
         return False
-    whole, parts = f"{parent}.{fused}", [f"{parent}.{part}" for part in FUSED[fused]]
+    whole, parts = f"{parent}.{found[0]}", [f"{parent}.{part}" for part in found[1]]
     if not names.isdisjoint(_runs(whole)):
         return True
     # A pattern that names a part, as .*v_proj does, matches .qkv_proj by chance.

@@ -31,8 +31,8 @@ _NOT_KEPT = (".weight_shape", ".g_idx", ".inv_freq")  # tensors of which no valu
 _ON_LINE_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}  # of a number
 # The tensors of a text model, also inside one that sees images.
 _OF_TEXT = re.compile(
-    r"(?:language_model\.)?(?:model\.(?:language_model\.)?(?:layers\.(?P<layer>\d+)\.(?P<inside>.+)|(?P<outside>.+))"
-    r"|(?P<head>lm_head\..+))"
+    r"(?:language_model\.)?(?:(?:model|backbone)\.(?:language_model\.)?"
+    r"(?:layers\.(?P<layer>\d+)\.(?P<inside>.+)|(?P<outside>.+))|(?P<head>lm_head\..+))"
 )
 
 

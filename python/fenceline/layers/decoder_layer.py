@@ -1,5 +1,5 @@
-"""A decoder layer: attention and an MLP, which both add to the residual stream. The MLP is dense or a mixture of
-experts (``experts.py``)."""
+"""A decoder layer: a mixer of tokens, such as attention, and an MLP, which both add to the residual stream. The MLP is
+dense or a mixture of experts (``experts.py``)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Branch(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext, norms: BranchNorms) -> None:
         """Parameters are uninitialised."""
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.norms = norms
+        self.norms, self.module = norms, context.module
         self.scale = config.multipliers.residual
         self.input_norm: RMSNorm | None = None if norms.before is None else context.norm(size, eps)
         self.output_norm: RMSNorm | None = None if norms.after is None else context.norm(size, eps)
@@ -94,14 +94,23 @@ class Branch(ABC):
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint, without those of the norms around the branch."""
 
-    def norm_slots(self, prefix: str) -> WeightSlots:
-        """The slots of the norms around the branch; ``prefix`` is the layer's."""
-        slots: WeightSlots = {}
+    def all_slots(self) -> WeightSlots:
+        """The slots of the branch and of the norms around it, by their whole names."""
+        slots = self.weight_slots(f"{self.module}{self.name}.")
         if self.input_norm is not None:
-            slots |= self.input_norm.weight_slots(f"{prefix}{self.norms.before}")
+            slots |= self.input_norm.weight_slots(f"{self.module}{self.norms.before}")
         if self.output_norm is not None:
-            slots |= self.output_norm.weight_slots(f"{prefix}{self.norms.after}")
+            slots |= self.output_norm.weight_slots(f"{self.module}{self.norms.after}")
         return slots
+
+    def normed_product(
+        self, linear: ColumnParallelLinear, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """linear(norm(x)), in ``out`` if given. The branch before may have left the norm in ``batch.normed``."""
+        normed = batch.normed.pop(self.input_norm, None)
+        if self.input_norm is None or normed is not None:
+            return linear.forward(x if normed is None else normed, out)
+        return linear.forward_normed(x, self.input_norm, out)
 
 
 BEFORE_ATTENTION = BranchNorms("input_layernorm")
@@ -141,15 +150,6 @@ class TokenMixer(Branch):
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x → what attention reads of this step's tokens, [T, width], in the layer's buffer if the forward has pieces.
         The layer's rows of the pool are written."""
-
-    def normed_product(
-        self, linear: ColumnParallelLinear, x: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """linear(norm(x)), in ``out`` if given. The branch before may have left the norm in ``batch.normed``."""
-        normed = batch.normed.pop(self.input_norm, None)
-        if self.input_norm is None or normed is not None:
-            return linear.forward(x if normed is None else normed, out)
-        return linear.forward_normed(x, self.input_norm, out)
 
     def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the result of ``project``: q, k and v as ``AttentionPlan.forward`` takes them."""
@@ -432,22 +432,52 @@ class GatedMLP(Branch):
         return {**self.gate_up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}
 
 
-class DecoderLayer:
-    """x += attention(x), then x += mlp(x)."""
+class PlainMLP(Branch):
+    """x += down(relu(up(norm(x)))²), without a gate (arXiv:2109.08668)."""
 
-    def __init__(self, self_attn: TokenMixer, mlp: Branch) -> None:
+    def __init__(self, site: LayerSite, name: str, bias: bool = False, norms: BranchNorms = BEFORE_MLP) -> None:
+        super().__init__(site.config, site.context, norms)
+        self.name = name
+        config, context = site.config, site.context.inside(name)
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.up_proj = MergedColumnParallelLinear(hidden_size, {"up_proj": size}, bias, context)
+        self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, context)
+        self._kernels = context.kernels
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        squared = self._kernels.squared_relu(self.normed_product(self.up_proj, x, batch))
+        return self.add_product(x, self.down_proj, squared, batch)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        return {**self.up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}
+
+
+class DecoderLayer:
+    """x += mixer(x), then x += mlp(x), if there is an MLP."""
+
+    def __init__(self, self_attn: TokenMixer, mlp: Branch | None = None) -> None:
         self.self_attn = self_attn
-        self.mlp = mlp
-        self_attn.next_norm = mlp.input_norm
+        self.mlp: Branch | None = None
+        if mlp is not None:
+            self.complete(mlp)
+
+    def complete(self, mlp: Branch) -> None:
+        """Have ``mlp`` follow the mixer, which nothing follows yet."""
+        assert self.mlp is None, "a layer has one MLP"
+        self.mlp, self.self_attn.next_norm = mlp, mlp.input_norm
+
+    @property
+    def last(self) -> Branch:
+        return self.self_attn if self.mlp is None else self.mlp
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The residual stream x [T, hidden_size], added to in place."""
-        return self.mlp.forward(self.self_attn.forward(x, batch), batch)
+        return self.after_mixing(self.self_attn.forward(x, batch), batch)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        return {
-            **self.self_attn.weight_slots(f"{prefix}{self.self_attn.name}."),
-            **self.self_attn.norm_slots(prefix),
-            **self.mlp.weight_slots(f"{prefix}{self.mlp.name}."),
-            **self.mlp.norm_slots(prefix),
-        }
+    def after_mixing(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What follows the mixer: x += mlp(x), in place; returns x."""
+        return x if self.mlp is None else self.mlp.forward(x, batch)
+
+    def weight_slots(self) -> WeightSlots:
+        """Slots by their names in the checkpoint."""
+        return self.self_attn.all_slots() | ({} if self.mlp is None else self.mlp.all_slots())

@@ -29,7 +29,7 @@ class ExpertNames:
     """Names in the checkpoint: ``mixer`` is the MLP's, the others follow it. None: no such tensor."""
 
     mixer: str = "mlp"
-    gate: str = "gate_proj"  # of each expert
+    gate: str | None = "gate_proj"  # of each expert; None: they are down(relu(up(x))²)
     up: str = "up_proj"
     down: str = "down_proj"
     correction: str | None = None  # a bias that is added to the scores when experts are chosen
@@ -72,11 +72,12 @@ class Router:
 
 
 class SharedExpert:
-    """A gated MLP for all tokens. In some families its result is multiplied by the sigmoid of a product of x."""
+    """An MLP for all tokens, gated if the others are. In some families its result is multiplied by the sigmoid of a
+    product of x."""
 
     def __init__(self, config: ModelConfig, size: int, names: ExpertNames, context: LayerContext) -> None:
         hidden_size = config.hidden_size
-        outputs = {"gate_proj": size, "up_proj": size}
+        outputs = {"up_proj": size} if names.gate is None else {"gate_proj": size, "up_proj": size}
         self.names, self.activation, self.kernels = names, config.activation, context.kernels
         inside = context.inside(str(names.shared))
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, inside)
@@ -88,10 +89,13 @@ class SharedExpert:
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y [T, hidden_size] += this rank's part of the expert's result for x, in place; returns y."""
-        gated = self.gate_up_proj.forward_gated(x, None, self.activation)
+        if self.names.gate is None:
+            inner = self.kernels.squared_relu(self.gate_up_proj.forward(x))
+        else:
+            inner = self.gate_up_proj.forward_gated(x, None, self.activation)
         if self.gate is not None:
-            gated = gated * self.kernels.sigmoid(self.gate.forward(x))
-        return self.down_proj.weight.add_product(y, gated, None)
+            inner = inner * self.kernels.sigmoid(self.gate.forward(x))
+        return self.down_proj.weight.add_product(y, inner, None)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         inside = f"{prefix}{self.names.shared}."
@@ -132,8 +136,9 @@ class ExpertsMLP(Branch):
             names_of_all = [expert + matrix for expert in all_experts for matrix in matrices]
             return experts.format or context.format_of(names_of_all)
 
-        up_format, down_format = format_of(names.gate, names.up), format_of(names.down)
-        self.gate_up = ExpertMatrices(num_own, 2 * self.size, hidden_size, context, up_format)
+        self.inner_names = [name for name in (names.gate, names.up) if name is not None]
+        up_format, down_format = format_of(*self.inner_names), format_of(names.down)
+        self.gate_up = ExpertMatrices(num_own, len(self.inner_names) * self.size, hidden_size, context, up_format)
         self.down = ExpertMatrices(num_own, hidden_size, self.size, context, down_format)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
         self.limit, self.activation = experts.limit, config.activation
@@ -149,10 +154,13 @@ class ExpertsMLP(Branch):
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         if self.shard.ep_size > 1:
             routing = routing.of_experts(self.own)
-        gated = self.gate_up.product(
-            h, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation
-        )
-        product = self.down.product(gated, routing, bias=self.down_bias if self.adds_down_bias else None)
+        if self.names.gate is None:
+            inner = self._kernels.squared_relu(self.gate_up.product(h, routing))
+        else:
+            inner = self.gate_up.product(
+                h, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation
+            )
+        product = self.down.product(inner, routing, bias=self.down_bias if self.adds_down_bias else None)
         if self.shared is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
         y = self._kernels.combine_experts(product, routing)
@@ -169,11 +177,10 @@ class ExpertsMLP(Branch):
         for expert in range(self.router.experts.num_experts):
             inside, is_own = f"{prefix}experts.{expert}.", expert in self.own
             index = self.own.index(expert) if is_own else 0
-            found = {
-                **self.gate_up.slots(inside + names.gate, index, slice(0, size), full, 0, start),
-                **self.gate_up.slots(inside + names.up, index, slice(size, 2 * size), full, 0, start),
-                **self.down.slots(inside + names.down, index, slice(0, hidden_size), full[::-1], 1, start),
-            }
+            found = self.down.slots(inside + names.down, index, slice(0, hidden_size), full[::-1], 1, start)
+            for number, name in enumerate(self.inner_names):
+                rows = slice(number * size, (number + 1) * size)
+                found |= self.gate_up.slots(inside + name, index, rows, full, 0, start)
             slots |= found if is_own else {name: _empty_slot(slot) for name, slot in found.items()}
         return slots if self.shared is None else slots | self.shared.weight_slots(prefix)
 

@@ -14,7 +14,7 @@ from fenceline.config.quantization import FUSED
 from fenceline.config.state_layout import StateSpec
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
-from fenceline.layers.decoder_layer import DecoderLayer, LayerSite
+from fenceline.layers.decoder_layer import Branch, DecoderLayer, LayerSite
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding, make_rotary
@@ -36,7 +36,7 @@ _OTHER_NAMES = {
 
 LAYERS = "model.layers."  # the prefix of the tensors of a model's layers
 
-LayerMaker = Callable[[LayerSite], DecoderLayer]
+LayerMaker = Callable[[LayerSite], DecoderLayer | Branch]
 Weights = Iterable[tuple[str, torch.Tensor]]  # tensors with their names, in any order
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class CausalLM:
         self.layers = make_layers(make_layer, config, context, LAYERS, self.rotary, first_layer)
         self._num_deepstack = 0 if config.vision is None else len(config.vision.deepstack)
         for layer, following in pairwise(self.layers[self._num_deepstack :]):  # before these nothing else is added
-            layer.mlp.next_norm = following.self_attn.input_norm
+            layer.last.next_norm = following.self_attn.input_norm
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
@@ -135,7 +135,7 @@ class CausalLM:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers. There is one piece more than layers."""
+        """Number of decoder layers, each of which has a mixer of tokens. There is one piece more than layers."""
         return len(self.layers)
 
     def run_piece(self, index: int, batch: ForwardBatch) -> None:
@@ -147,7 +147,7 @@ class CausalLM:
             x.copy_(self.embed(batch))
         else:
             layer = self.layers[index - 1]
-            layer.mlp.forward(layer.self_attn.add_output(x, batch), batch)
+            layer.after_mixing(layer.self_attn.add_output(x, batch), batch)
             if batch.images is not None and index <= self._num_deepstack:
                 batch.images.add_to(x, index)
         if batch.aux_hidden is not None:
@@ -206,8 +206,8 @@ class CausalLM:
     def weight_slots(self) -> WeightSlots:
         """Where each tensor of the checkpoint goes. Together the slots cover every parameter."""
         slots = self.embed_tokens.weight_slots("model.embed_tokens")
-        for layer_id, layer in enumerate(self.layers):
-            slots |= layer.weight_slots(f"model.layers.{layer_id}.")
+        for layer in self.layers:
+            slots |= layer.weight_slots()
         slots |= self.norm.weight_slots("model.norm")
         if self.lm_head is not self.embed_tokens:
             slots |= self.lm_head.weight_slots("lm_head")
@@ -230,20 +230,19 @@ def make_layers(
     make: LayerMaker, config: ModelConfig, context: LayerContext, prefix: str, rotary: RotaryEmbedding, first: int
 ) -> list[DecoderLayer]:
     """All layers of ``config``: their names in the checkpoint are ``prefix`` and their indices. In the KV pool those
-    that attend are the ones from ``first`` on, and in the pool of states the others are the ones from 0 on."""
-    of_pages, of_states = count(first), count()
-    return [
-        make(
-            LayerSite(
-                config,
-                context.inside(f"{prefix}{index}"),
-                rotary,
-                next(of_states if index in config.recurrent_layers else of_pages),
-                index,
-            )
-        )
-        for index in config.layer_indices
-    ]
+    that attend are the ones from ``first`` on, and in the pool of states the others are the ones from 0 on. One that is
+    an MLP alone completes the layer before it."""
+    of_pages, of_states, layers = count(first), count(), list[DecoderLayer]()
+    for index in config.layer_indices:
+        layer_id = 0
+        if index not in config.mlp_layers:
+            layer_id = next(of_states if index in config.recurrent_layers else of_pages)
+        made = make(LayerSite(config, context.inside(f"{prefix}{index}"), rotary, layer_id, index))
+        if isinstance(made, Branch):
+            layers[-1].complete(made)
+        else:
+            layers.append(made)
+    return layers
 
 
 def mtp_prefix(config: ModelConfig) -> str:
@@ -262,8 +261,11 @@ def split_fused(slots: WeightSlots, weights: Weights) -> Iterator[tuple[str, tor
     for given, tensor in weights:
         for name in (given, _our_name(given)):
             module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
-            names = [name.replace(f".{module}.", f".{part}.") for part in FUSED.get(module, ())]
-            if names and all(part in slots for part in names):
+            of_parts = (
+                [name.replace(f".{module}.", f".{part}.") for part in ps] for fused, ps in FUSED if fused == module
+            )
+            names = next((each for each in of_parts if all(part in slots for part in each)), None)
+            if names is not None:
                 shapes = [slots[part].full_shape for part in names]
                 yield from zip(names, _parts(given, tensor, shapes), strict=True)
                 break

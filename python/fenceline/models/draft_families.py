@@ -58,8 +58,8 @@ class EagleDraft(SharingDraft):
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots() | self.fc.weight_slots("")
-        for index, layer in enumerate(self.layers):
-            slots |= layer.weight_slots(f"layers.{index}.")
+        for layer in self.layers:
+            slots |= layer.weight_slots()
         return slots
 
 
@@ -103,12 +103,12 @@ class Eagle3Draft(SharingDraft):
         both = self.joined(batch, hidden_states, norms)
         attention = self.midlayer.self_attn
         attended = attention.attend(attention.project(both, batch), batch)
-        x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended), batch)
+        x = self.midlayer.after_mixing(attention.add_output(hidden_states.clone(), batch, attended), batch)
         return self.logits(logits_rows(x, batch), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots() | self.fc.weight_slots("")
-        slots |= self.midlayer.weight_slots("midlayer.")
+        slots |= self.midlayer.weight_slots()
         slots |= self.input_norm.weight_slots("midlayer.input_layernorm")
         slots |= self.hidden_norm.weight_slots("midlayer.hidden_norm")
         slots |= self.norm.weight_slots("norm")
@@ -170,7 +170,7 @@ class MTPLayer:
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {
-            **self.block.weight_slots(prefix),
+            **self.block.weight_slots(),
             **self.token_norm.weight_slots(f"{prefix}{self.names.token_norm}"),
             **self.hidden_norm.weight_slots(f"{prefix}{self.names.hidden_norm}"),
             **self.input_proj.weight_slots(prefix),

@@ -21,6 +21,7 @@ from fenceline.layers.decoder_layer import (
     GatedMLP,
     LayerSite,
     OutputGatedAttention,
+    PlainMLP,
     SelfAttention,
     TokenMixer,
 )
@@ -29,6 +30,7 @@ from fenceline.layers.gated_delta_net import GatedDeltaNet
 from fenceline.layers.kimi_delta_attention import KimiDeltaAttention
 from fenceline.layers.latent_attention import LatentAttention
 from fenceline.layers.lightning_attention import LightningAttention
+from fenceline.layers.mamba2 import Mamba2
 from fenceline.layers.short_convolution import ShortConvolution
 from fenceline.layers.sparse_attention import SparseLatentAttention
 from fenceline.models.decoder import CausalLM, LayerMaker, Weights
@@ -207,6 +209,36 @@ def _lfm2_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
+class _NemotronHAttention(SelfAttention):
+    name = "mixer"
+
+
+def _nemotron_h(site: LayerSite) -> DecoderLayer | Branch:
+    """Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444) and Nemotron 3 Nano (arXiv:2512.20848): a layer
+    is either Mamba2, attention without positions, or an MLP or experts, which have no gate."""
+    config, norms = site.config, BranchNorms("norm")
+    if site.index in config.recurrent_layers:
+        reader = ConfigReader(config.hf_config)
+        return DecoderLayer(Mamba2(site, reader.switch("use_bias"), reader.switch("use_conv_bias", True), norms))
+    if site.index not in config.mlp_layers:
+        return DecoderLayer(_NemotronHAttention(replace(site, rotary=site.rotary.without_rotation), norms=norms))
+    if config.experts is None or site.index in config.experts.dense_layers:
+        return PlainMLP(site, "mixer", config.mlp_bias, norms)
+    correction = "gate.e_score_correction_bias"
+    return ExpertsMLP(site, ExpertNames("mixer", gate=None, shared="shared_experts", correction=correction), norms)
+
+
+_NEMOTRON_H_NAMES = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
+
+
+def _nemotron_h_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors under the usual names."""
+    for name, tensor in _without_mtp(weights):
+        for theirs, ours in _NEMOTRON_H_NAMES.items():
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        yield name, tensor
+
+
 def _minicpm3(site: LayerSite) -> DecoderLayer:
     """MiniCPM3 (OpenBMB, 2024, arXiv:2404.06395): latent attention, an MLP, and multipliers of embeddings, branches and
     logits."""
@@ -362,6 +394,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "MiniCPMSALAForCausalLM": Architecture(_minicpm_sala),
         "MistralForCausalLM": Architecture(_plain),
         "MixtralForCausalLM": Architecture(_mixtral),
+        "NemotronHForCausalLM": Architecture(_nemotron_h, _nemotron_h_weights),
         "Olmo2ForCausalLM": Architecture(_olmo2),
         "Olmo3ForCausalLM": Architecture(_olmo2),
         "Phi3ForCausalLM": Architecture(_plain),

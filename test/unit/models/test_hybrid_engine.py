@@ -20,10 +20,12 @@ _TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "schedule_con
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
 
 
-_ONE_HEAD = '{"linear_num_key_heads": 1, "lightning_nh": 1, "lightning_nkv": 1}'  # of the recurrent layers
+_ONE_HEAD = (
+    '{"linear_num_key_heads": 1, "lightning_nh": 1, "lightning_nkv": 1, "n_groups": 1}'  # of the recurrent layers
+)
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "minicpm-sala"])
+@pytest.fixture(scope="module", params=["qwen3-next", "minicpm-sala", "nemotron-h-moe"])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.nn.Module]:

@@ -279,6 +279,7 @@ _OTHERS: dict[str, object] = {
     "eos_token_id": 7,
     "swiglu_alpha": 1.0,
     "topk_method": "greedy",
+    "time_step_min": 1e-8,  # by which transformers clamps in prefill only
 }
 # They change nothing but what the file is, or what transformers reads.
 _OF_THE_FILE = {
