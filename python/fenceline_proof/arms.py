@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, ROWS, UNDER_SPECULATION, edge_of
-from fenceline_proof.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
+from fenceline_proof.runs import HAPPENS_BEFORE, Outcome, Trial
 from fenceline_sim.errors import (
     BoundsError,
     FreshnessError,
@@ -55,7 +55,6 @@ class Arm:
     several, or a guard, must lead to."""
 
     name: str
-    kind: str  # "edge" or "guard"
     workload: str
     names: Callable[[Outcome], bool]
     first: int = 0  # seeds before it are left out: their runs do not need the edge or guard
@@ -65,6 +64,11 @@ class Arm:
         one that is known to be covered none is expected to fail."""
         slow = self.workload.startswith(("speculation", "ranks"))
         return -(-most // 3) if self.covered else -(-most // 2) if slow else most
+
+    @property
+    def kind(self) -> str:
+        """ "edge" or "guard"."""
+        return "edge" if edge_of(self.name) in EDGES else "guard"
 
     @property
     def covered(self) -> str:
@@ -83,14 +87,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result for one edge or guard. ``seeds_needed``: runs until the first failure that names it."""
+    """The result for one edge or guard."""
 
     name: str
     kind: str
     status: str
     workload: str = ""
     seed: int | None = None
-    seeds_needed: int | None = None
     num_caught: int = 0
     num_runs: int = 0
     caught_by: str = ""
@@ -154,133 +157,95 @@ def _by_effect(outcome: Outcome) -> bool:
     return not outcome.clean and outcome.checker != HAPPENS_BEFORE
 
 
+_ON_RETIRED = _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")
 _GUARD_ARMS = (
-    Arm("startup_stop", "guard", "mixed", _by_report(r"it on default ")),
-    Arm("growth_stop", "guard", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")),
-    Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
-    Arm("same_composition", "guard", "bursts", _by_effect),
-    Arm("queued_match", "guard", "queued", _by_owner),
-    Arm("retired_after", "guard", "spill", _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")),
-    Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
-    Arm(
-        "own_results", "guard", "outputs", _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy")
-    ),
-    Arm("plan_source", "guard", "graphs", _by_guard(ProtectionError.checker, "plan_source")),
-    Arm("total_buckets", "guard", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
-    Arm("graph_pool", "guard", "graphs", _by_guard(StaleMemoryError.checker, "graph_pool")),
-    Arm("sink", "guard", "graphs", _by_guard(BoundsError.checker, "sink")),
-    Arm("step_slots", "guard", "speculation", _by_tags("speculative step stores ")),
-    Arm("in_flight", "guard", "speculation", _by_tags("speculative step (stores|writes) ")),
-    Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
-    Arm("whole_rows", "guard", "sparse", _by_tags(r"^tags: kv_pool\.layer0\.index")),
-    Arm("all_shares", "guard", "ranks", _by_effect),
-    Arm("step_selection", "guard", "sparse", lambda outcome: "step_selection: layer 1" in outcome.report),
-    Arm("tie_order", "guard", "sparse", _by_effect),
-    Arm("whole_page/sparse", "guard", "sparse", _by_tags(r"^tags: kv_pool\.layer2\.index"), first=5),
-    Arm("tree_slots", "guard", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
-    Arm("moved_nodes", "guard", "speculation_trees", _by_tags("speculative step reads it as token ")),
-    Arm("encoded_first", "guard", "pictures", _by_guard(TagError.checker, "encoded_first")),
-    Arm("step_images", "guard", "pictures", _by_guard(TagError.checker, "step_images")),
-    Arm("image_keys", "guard", "pictures", _by_tags("reads it as token|for token .* of a prefix in the tree")),
-    Arm("image_names", "guard", "stored_pictures", _by_tags("storage is given it under a key|reads it as|fills it")),
-    Arm("row_delta", "guard", "pictures", _by_guard(TagError.checker, "row_delta")),
-    Arm("ends_at_state", "guard", "states", _by_guard(TagError.checker, "ends_at_state")),
-    Arm("row_state", "guard", "states", _by_guard(TagError.checker, "row_state")),
-    Arm("snapshot_after", "guard", "states", _by_guard(TagError.checker, "snapshot_after")),
-    Arm("committed_state", "guard", "states", _by_guard(TagError.checker, "committed_state"), first=6),
-    Arm("new_weights", "guard", "new_weights", _by_report(r"it on default ")),
-    Arm("old_kv", "guard", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),
-    Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
-    Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
-    Arm("registered_graph", "guard", "collectives", _by_guard(PeerError.checker, "registered_graph")),
-    Arm("one_stream", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
-    Arm("flag_generation", "guard", "collectives", _by_name("flag_generation")),
-    Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
-    Arm("peer_words", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
-    Arm("rank_results", "guard", "ranks", _by_ranks),
-    Arm("ended_on_all", "guard", "ranks", _by_ranks, first=27),
+    Arm("startup_stop", "mixed", _by_report(r"it on default ")),
+    Arm("growth_stop", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")),
+    Arm("own_copy", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
+    Arm("same_composition", "bursts", _by_effect),
+    Arm("queued_match", "queued", _by_owner),
+    Arm("retired_after", "spill", _ON_RETIRED),
+    Arm("arena_pad", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
+    Arm("own_results", "outputs", _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy")),
+    Arm("plan_source", "graphs", _by_guard(ProtectionError.checker, "plan_source")),
+    Arm("total_buckets", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
+    Arm("graph_pool", "graphs", _by_guard(StaleMemoryError.checker, "graph_pool")),
+    Arm("sink", "graphs", _by_guard(BoundsError.checker, "sink")),
+    Arm("step_slots", "speculation", _by_tags("speculative step stores ")),
+    Arm("in_flight", "speculation", _by_tags("speculative step (stores|writes) ")),
+    Arm("whole_page", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
+    Arm("whole_rows", "sparse", _by_tags(r"^tags: kv_pool\.layer0\.index")),
+    Arm("all_shares", "ranks", _by_effect),
+    Arm("step_selection", "sparse", lambda outcome: "step_selection: layer 1" in outcome.report),
+    Arm("tie_order", "sparse", _by_effect),
+    Arm("whole_page/sparse", "sparse", _by_tags(r"^tags: kv_pool\.layer2\.index"), first=5),
+    Arm("tree_slots", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
+    Arm("moved_nodes", "speculation_trees", _by_tags("speculative step reads it as token ")),
+    Arm("encoded_first", "pictures", _by_guard(TagError.checker, "encoded_first")),
+    Arm("step_images", "pictures", _by_guard(TagError.checker, "step_images")),
+    Arm("image_keys", "pictures", _by_tags("reads it as token|for token .* of a prefix in the tree")),
+    Arm("image_names", "stored_pictures", _by_tags("storage is given it under a key|reads it as|fills it")),
+    Arm("row_delta", "pictures", _by_guard(TagError.checker, "row_delta")),
+    Arm("ends_at_state", "states", _by_guard(TagError.checker, "ends_at_state")),
+    Arm("row_state", "states", _by_guard(TagError.checker, "row_state")),
+    Arm("snapshot_after", "states", _by_guard(TagError.checker, "snapshot_after")),
+    Arm("committed_state", "states", _by_guard(TagError.checker, "committed_state"), first=6),
+    Arm("new_weights", "new_weights", _by_report(r"it on default ")),
+    Arm("old_kv", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),
+    Arm("kept_hidden", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
+    Arm("mask_rows", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
+    Arm("registered_graph", "collectives", _by_guard(PeerError.checker, "registered_graph")),
+    Arm("one_stream", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
+    Arm("flag_generation", "collectives", _by_name("flag_generation")),
+    Arm("peer_halves", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
+    Arm("peer_words", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
+    Arm("rank_results", "ranks", _by_ranks),
+    Arm("ended_on_all", "ranks", _by_ranks, first=27),
 )
 _SPECULATIVE_ARMS = (
-    Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),
-    Arm("same_composition/speculation", "guard", "speculation", _by_effect),
-    Arm(
-        "retired_after/speculation",
-        "guard",
-        "speculation_tiers",
-        _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)"),
-    ),
+    Arm("host_after_copy/speculation", "speculation", _by_edge("host_after_copy")),
+    Arm("same_composition/speculation", "speculation", _by_effect),
+    Arm("retired_after/speculation", "speculation_tiers", _ON_RETIRED),
     Arm(
         "arena_pad/speculation",
-        "guard",
         "speculation",
         lambda outcome: _by_guard(FreshnessError.checker, "arena_pad")(outcome) and "speculative." in outcome.report,
     ),
-    Arm("own_results/speculation", "guard", "speculation", _by_report(r"WAR on speculative\.")),
-    Arm("plan_source/speculation", "guard", "speculation", _by_tags("speculative step ")),
-    Arm(
-        "total_buckets/speculation", "guard", "speculation", _by_guard(FreshnessError.checker, "total_buckets"), first=4
-    ),
-    Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
-    Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),
+    Arm("own_results/speculation", "speculation", _by_report(r"WAR on speculative\.")),
+    Arm("plan_source/speculation", "speculation", _by_tags("speculative step ")),
+    Arm("total_buckets/speculation", "speculation", _by_guard(FreshnessError.checker, "total_buckets"), first=4),
+    Arm("graph_pool/speculation", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
+    Arm("sink/speculation", "speculation", _by_guard(BoundsError.checker, "sink")),
 )
 
 
 def all_arms() -> list[Arm]:
     """One for each edge, and for each guard that is not dormant, in the tables' order."""
-    edges = [Arm(name, "edge", workload, _by_edge(name)) for name, workload in _EDGE_WORKLOADS.items()]
+    edges = [Arm(name, workload, _by_edge(name)) for name, workload in _EDGE_WORKLOADS.items()]
     found = {arm.name: arm for arm in (*edges, *_GUARD_ARMS, *_SPECULATIVE_ARMS)}
     return [found[name] for name in ROWS if name in found]
 
 
 def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
-    """The result of an arm's runs, in order of seeds. May make further runs to find out why nothing failed."""
+    """The result of an arm's runs, in order of seeds."""
     row = Row(arm.name, arm.kind, UNPROVEN, arm.workload, num_runs=len(outcomes))
     if not outcomes:
         return replace(row, report="there was no time for a run")
     caught = [outcome for outcome in outcomes if arm.names(outcome)]
     failed = [outcome for outcome in outcomes if not outcome.clean]
     first = next(iter(caught or failed), None)
-    if first is None and arm.covered:
-        return replace(row, status=REDUNDANT, report=arm.covered)
     if first is None:
-        report = (
-            covered_by([outcome.trial for outcome in outcomes[:3]]) if arm.kind == "edge" else "no run fails without it"
-        )
-        return replace(row, status=REDUNDANT, report=report)
+        return replace(row, status=REDUNDANT, report=arm.covered or "no run fails without it")
     row = replace(row, seed=first.trial.seed, caught_by=_caught_by(arm, first), report=first.report)
     if not caught:
         return replace(row, status=MISNAMED)
-    needed = [outcome.trial.seed for outcome in outcomes].index(first.trial.seed) + 1
-    return replace(row, status=NECESSARY, seeds_needed=needed, num_caught=len(caught))
+    return replace(row, status=NECESSARY, num_caught=len(caught))
 
 
 def _caught_by(arm: Arm, outcome: Outcome) -> str:
     if edge_of(arm.name) in outcome.edges:
         return f"{outcome.checker}, by name"
     return outcome.checker
-
-
-def covered_by(trials: Sequence[Trial]) -> str:
-    """Which other edges cover the one that ``trials`` sever: those without which its race appears.
-
-    Several trials, because an engine that computes with wrong values may stop before the race happens.
-    """
-    (name,) = trials[0].severed
-    edge = edge_of(name)
-    met = [(trial, named_races(trial)[1]) for trial in trials]  # by a run without this edge alone
-    path = [
-        other
-        for other in EDGES
-        if other != edge and any(other in edges and _appears(edge, trial, other) for trial, edges in met)
-    ]
-    if path:
-        return f"covered by {' + '.join(path)}: severing one of these as well brings its race back"
-    return "no run fails without it, whichever other edge is severed too: nothing takes this path"
-
-
-def _appears(name: str, trial: Trial, other: str) -> bool:
-    races, _ = named_races(replace(trial, severed=trial.severed | {other}))
-    return name in races
 
 
 def unarmed_rows() -> list[Row]:

@@ -73,11 +73,6 @@ class Mutant:
         parts = (self.path, self.rule, self.old, self.text, str(self.occurrence))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
-    @property
-    def module(self) -> str:
-        """The full dotted name of its module."""
-        return ".".join(("fenceline", *Path(self.path).with_suffix("").parts)).removesuffix(".__init__")
-
     def apply(self, source: str) -> str:
         """The file's text with the edit; the lines after it keep their numbers."""
         lost = self.old.count("\n") - self.text.count("\n")

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -28,10 +25,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.machinery import SourceFileLoader
 from itertools import chain, count, islice
 from pathlib import Path
 from random import Random
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import IO, TYPE_CHECKING
 
 import torch
@@ -90,34 +88,17 @@ class Result:
         return f"{self.path}:{self.line}{name} [{self.rule}] {old}  ->  {new}"
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module from changed source, never from a compiled file."""
+def _load_changed(mutant: Mutant) -> None:
+    """From now on this process loads the mutant's module from changed source, never from a compiled file."""
+    path, get_code = PACKAGE / mutant.path, SourceFileLoader.get_code
+    source = mutant.apply(path.read_text(encoding="utf-8"))
 
-    def __init__(self, mutant: Mutant) -> None:
-        path = PACKAGE / mutant.path
-        super().__init__(mutant.module, str(path))
-        self._source = mutant.apply(path.read_text(encoding="utf-8"))
+    def changed(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+        if loader.path != str(path):
+            return get_code(loader, fullname)
+        return compile(source, loader.path, "exec", dont_inherit=True)
 
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self._source, self.path, "exec", dont_inherit=True)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the mutant's module, and leaves all others to Python."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self._loader = _Loader(mutant)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._loader.name:
-            return None
-        file = Path(self._loader.path)
-        below = [str(file.parent)] if file.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(
-            fullname, file, loader=self._loader, submodule_search_locations=below
-        )
+    SourceFileLoader.get_code = changed  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +197,7 @@ def _try_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
     began = time.process_time()
     for name in [name for name in sys.modules if name.startswith("fenceline")]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Finder(mutant))
+    _load_changed(mutant)
 
     def tell(state: str, **more: object) -> None:
         out.write(_line(mutant, state, cpu_s=round(time.process_time() - began, 2), **more))

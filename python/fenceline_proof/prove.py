@@ -10,17 +10,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from fenceline.config import num_usable_cores
-
-# Not imported at run time here: modules whose branches are counted must be loaded after counting has begun.
-if TYPE_CHECKING:
-    from fenceline_proof.arms import Arm
-    from fenceline_proof.campaign import Plan
-    from fenceline_proof.table import Proof
+from fenceline_proof.arms import Arm, all_arms
+from fenceline_proof.campaign import Plan, carry_out, explore, prepare
+from fenceline_proof.runs import explain
+from fenceline_proof.small_workloads import SMALL_WORKLOADS
+from fenceline_proof.table import Proof, as_json, as_text, write_docs
+from fenceline_proof.workloads import WORKLOADS
 
 _SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
@@ -63,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    from fenceline_proof.campaign import carry_out, explore, prepare
-    from fenceline_proof.table import as_json, as_text, write_docs
-
     prepare()
     with tqdm(total=None, unit="run", disable=None) as bar:
         plan = _plan(args, parser, bar)
@@ -80,11 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) -> Plan:
-    from fenceline_proof.arms import all_arms
-    from fenceline_proof.campaign import Plan
-    from fenceline_proof.small_workloads import SMALL_WORKLOADS
-    from fenceline_proof.workloads import WORKLOADS
-
     workloads = SMALL_WORKLOADS if args.exhaustive else WORKLOADS
     names = list(workloads)
     if args.workload is not None and args.workload not in names:
@@ -114,8 +105,6 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
 
 
 def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm]:
-    from fenceline_proof.arms import all_arms
-
     arms = {arm.name: arm for arm in all_arms()}
     if args.edge not in arms:
         parser.error(f"--edge {args.edge}: choose one of {', '.join(arms)}")
@@ -124,8 +113,6 @@ def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm
 
 
 def _explain(proof: Proof) -> None:
-    from fenceline_proof.runs import explain
-
     for failure in proof.telling[:_MAX_EXPLAINED]:
         print(f"{failure.trial.workload}, seed {failure.trial.seed}: {failure.checker}\n{failure.report}")
         print(f"schedule: {explain(failure)}\nrepeat: {failure.trial.command}\n")

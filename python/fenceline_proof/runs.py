@@ -10,7 +10,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from fenceline.memory_order import CommunicatorError, GraphError, LeaseError, OrderError
-from fenceline.memory_order.edges import ONE_STREAM, edge_of
+from fenceline.memory_order.edges import ONE_STREAM
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline_proof.collectives import Ranks, make_program
@@ -125,12 +125,12 @@ def run(trial: Trial) -> Outcome:
     return _run(trial, trial.make_policy())[0]
 
 
-def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
-    """A run of several ranks. ``only_races``: see ``_run``."""
+def _run_devices(trial: Trial, policy: Policy) -> tuple[Outcome, VirtualGpu]:
+    """A run of several ranks."""
     random = Random(trial.seed)
     program = make_program(random) if trial.workload == COLLECTIVES else None
     num_ranks = NUM_RANKS if program is None else program.num_ranks
-    gpu = VirtualGpu(trial.seed, policy, trial.detect, only_races, num_devices=num_ranks)
+    gpu = VirtualGpu(trial.seed, policy, trial.detect, num_devices=num_ranks)
     use(gpu)
     try:
         if program is None:
@@ -147,22 +147,20 @@ def _run_devices(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcom
     return replace(outcome, applied=frozenset(gpu.edges_met)), gpu
 
 
-def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
-    """``only_races``: find all races, and do not compare the answers."""
+def _run(trial: Trial, policy: Policy) -> tuple[Outcome, VirtualGpu]:
     if trial.workload in (COLLECTIVES, RANKS, RANKS_STORAGE):
-        return _run_devices(trial, policy, only_races)
+        return _run_devices(trial, policy)
     gpus: list[VirtualGpu] = []
 
     def open_gpu() -> VgpuDevice:
-        gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=only_races)
+        gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect)
         if gpu.detector is not None and not trial.severed:
             gpu.detector.pairs = PairsMet()
         gpus.append(gpu)
         return VgpuDevice(trial.severed, gpu)
 
     try:
-        loop = _run_steps(trial, open_gpu())
-        outcome = Outcome(trial) if only_races else _judge(trial, loop, gpus[0])
+        outcome = _judge(trial, _run_steps(trial, open_gpu()), gpus[0])
     except Exception as error:
         if not gpus:  # the run has not begun, so this is not a finding
             raise
@@ -250,14 +248,6 @@ def missing_edges(report: str) -> tuple[str, ...]:
     """The edges and guards that a report says are missing."""
     named = (name for line in re.findall(r"missing (?:edge|guard): (.*)", report) for name in line.split(" or "))
     return tuple(dict.fromkeys(named))
-
-
-def named_races(trial: Trial) -> tuple[set[str], set[str]]:
-    """The edges that any race of a run names, where the run continues after each race as long as it can; and the edges
-    that it reached, severed or not."""
-    # With wrong values the engine may fail in any way; only the races matter here.
-    _, gpu = _run(trial, trial.make_policy(), only_races=True)
-    return {edge for race in gpu.races for edge in race.edges}, {edge_of(part) for part, _ in gpu.edges_met}
 
 
 def explain(outcome: Outcome) -> str:

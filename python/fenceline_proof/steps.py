@@ -32,12 +32,13 @@ from fenceline_proof.oracle import Oracle
 from fenceline_proof.random_depths import RandomDepths
 from fenceline_proof.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path
+from fenceline_sim.accounts import I32
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import OwnershipError
 from fenceline_sim.footprint import check_footprints
 from fenceline_sim.place import leave_out
 from fenceline_sim.speculative_tags import make_tags
-from fenceline_sim.tags import I32, Tags
+from fenceline_sim.tags import Tags
 
 leave_out(Path(__file__).parent, but="collectives.py")
 _MAX_STEPS = 2000

@@ -25,7 +25,7 @@ from fenceline_sim.findings import Findings
 from fenceline_sim.memory import Access, Bound, Tag, row_values
 from fenceline_sim.place import Place, here
 from fenceline_sim.shadow import Rows, units_of
-from fenceline_sim.streams import Operation, who
+from fenceline_sim.streams import Agent, Operation, who
 
 _DEFAULT_UNIT_BYTES = 16
 _MAX_FILLS = 256  # fills that are kept; operations in flight are much younger
@@ -33,16 +33,13 @@ _MAX_SHOWN = 6
 
 
 class Checks:
-    """The checks of one virtual GPU. ``moment`` returns a number less than the ``seq`` of all later operations,
-    ``history_of`` an agent's action (``VirtualGpu.history_of``)."""
+    """The checks of one virtual GPU. ``moment`` returns a number less than the ``seq`` of all later operations."""
 
-    def __init__(
-        self, findings: Findings, moment: Callable[[], int], history_of: Callable[[int, int], Operation], enabled: bool
-    ) -> None:
+    def __init__(self, findings: Findings, moment: Callable[[], int], agents: Sequence[Agent], enabled: bool) -> None:
         self.enabled = enabled
         self._findings = findings
         self._moment = moment
-        self._history_of = history_of
+        self._agents = agents
         self._watches: dict[Tag, Watch] = {}  # of memory of which something is asked
 
     def begin_fill(self, tensors: Sequence[torch.Tensor], guard: str = "") -> None:
@@ -97,7 +94,7 @@ class Checks:
         tag: Tag = tensor.allocation.tag  # type: ignore[attr-defined]
         watch = self._watches.get(tag)
         if watch is None:
-            watch = self._watches[tag] = Watch(tag, self._history_of)
+            watch = self._watches[tag] = Watch(tag, self._agents)
         return watch
 
     def _check(self, op: Operation) -> list[CheckError]:
@@ -134,11 +131,11 @@ class Fill(NamedTuple):
 class Watch:
     """The checks of one allocation of memory, and the last writers of its units as positions in the agents' orders."""
 
-    __slots__ = ("_fills", "_history_of", "_seqs", "_tag", "_unit", "_writers", "generation", "protected_by")
+    __slots__ = ("_agents", "_fills", "_seqs", "_tag", "_unit", "_writers", "generation", "protected_by")
 
-    def __init__(self, tag: Tag, history_of: Callable[[int, int], Operation]) -> None:
+    def __init__(self, tag: Tag, agents: Sequence[Agent]) -> None:
         self._tag = tag
-        self._history_of = history_of
+        self._agents = agents
         self._unit = tag.row_bytes or _DEFAULT_UNIT_BYTES
         num_units = -(-tag.region.capacity // self._unit)
         self._seqs = np.zeros(num_units, np.int64)
@@ -184,7 +181,7 @@ class Watch:
 
     def _writer(self, unit: int) -> Operation | None:
         agent, index = self._writers[unit].tolist()
-        return self._history_of(agent, index) if index else None
+        return self._agents[agent].action(index) if index else None
 
     def _stale(self, op: Operation, fill: Fill, units: npt.NDArray[np.int64]) -> FreshnessError:
         memory = self._name(units)

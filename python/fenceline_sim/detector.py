@@ -6,7 +6,7 @@ are known. One run finds a race whichever of the two operations the schedule put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,20 +16,16 @@ from fenceline_sim.memory import Tag, row_values
 from fenceline_sim.pairs import PairsMet
 from fenceline_sim.report import Conflict, race_error
 from fenceline_sim.shadow import Rows, Shadow
-from fenceline_sim.streams import RELEASE, Operation
+from fenceline_sim.streams import RELEASE, HostThread, Operation, VirtualStream
 
 _NONE: Sequence[RaceError] = ()
 
 
 class Detector:
-    """Checks every access against the region's shadow. ``history_of(agent, index)`` gives operations their names,
-    ``stream_of(agent)`` the agent's in the table of edges, and its device."""
+    """Checks every access of ``agents``, by their numbers, against the region's shadow."""
 
-    def __init__(
-        self, history_of: Callable[[int, int], Operation], stream_of: Callable[[int], tuple[str, int]]
-    ) -> None:
-        self._history_of = history_of
-        self._stream_of = stream_of
+    def __init__(self, agents: Sequence[VirtualStream | HostThread]) -> None:
+        self._agents = agents
         self.pairs: PairsMet | None = None  # if they are to be noted
         self.num_accesses = 0
         # By two agents, whether each of them writes, and whether the memory may have one user at a time.
@@ -77,16 +73,16 @@ class Detector:
             or (write and self._may_pair(self.pairs, op, write, tag, readers, False))
         ):
             for number, action, was_write in shadow.conflicting(agent, write, layout, rows, tag.row_bytes):
-                self.pairs.note(self._history_of(number, action), was_write, op, write, tag)
+                self.pairs.note(self._agents[number].action(action), was_write, op, write, tag)
         doubtful = (len(writers) > (agent in writers) and _beyond(writers, agent, clock)) or (
             write and len(readers) > (agent in readers) and _beyond(readers, agent, clock)
         )
         if doubtful:
             for past in shadow.unordered(agent, clock, write, layout, rows, tag.row_bytes):
-                other = self._history_of(past.agent, past.action)
+                other = self._agents[past.agent].action(past.action)
                 if other.label == RELEASE and op.is_ahead:
                     # The memory was freed to its stream since: report the operation that wrote it there.
-                    other = self._history_of(past.agent, writers.get(past.agent, past.action))
+                    other = self._agents[past.agent].action(writers.get(past.agent, past.action))
                 elif op.label == RELEASE and other.is_ahead and other.seq > op.seq:
                     continue  # the same in the other order: the operation that writes the memory will be reported
                 conflicts.append(Conflict(op, write, other, past.was_write, tag, past.units, shadow.unit_bytes))
@@ -107,9 +103,9 @@ class Detector:
             key = (agent, other, wrote, write, tag.is_exclusive)
             joined = self._joined.get(key)
             if joined is None:
-                name, device = self._stream_of(other)
-                mine = self._stream_of(agent)[1]
-                joined = self._joined[key] = device == mine and pairs.may_join(name, wrote, op, write, tag)
+                source, mine = self._agents[other], self._agents[agent]
+                may_join = source.device == mine.device and pairs.may_join(source.edge_name, wrote, op, write, tag)
+                joined = self._joined[key] = may_join
             if joined:
                 return True
         return False

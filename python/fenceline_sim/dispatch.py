@@ -115,31 +115,20 @@ def _output_forms(call: _Call, operator: Operator, written: list[VTensor]) -> An
 def _dry_run(call: _Call, operator: Operator, written: list[VTensor]) -> Any:
     """The kernel's result for arguments of the right form, whose values do not matter."""
     targets = {id(tensor.plain) for tensor in written}
-    for value in (0, 1):
-        plain = {id(t.plain): _stand_in(t.plain, id(t.plain) in targets, value) for t in call.tensors}
+    plain = {id(t.plain): _stand_in(t.plain, id(t.plain) in targets) for t in call.tensors}
 
-        def swap(arg: Any, plain: dict[int, torch.Tensor] = plain) -> Any:
-            if isinstance(arg, list):
-                return [swap(item) for item in arg]
-            return plain.get(id(arg), arg)
+    def swap(arg: Any) -> Any:
+        return [swap(item) for item in arg] if isinstance(arg, list) else plain.get(id(arg), arg)
 
-        try:
-            with torch.inference_mode():
-                return operator.func(*swap(call.args), **{k: swap(v) for k, v in call.kwargs.items()})
-        except ZeroDivisionError:
-            continue
-        except RuntimeError as error:
-            if "ZeroDivision" not in str(error):
-                raise
-    raise AssertionError("an integer division by one cannot fail")
+    with torch.inference_mode():
+        return operator.func(*swap(call.args), **{k: swap(v) for k, v in call.kwargs.items()})
 
 
-def _stand_in(plain: torch.Tensor, written: bool, value: int) -> torch.Tensor:
+def _stand_in(plain: torch.Tensor, written: bool) -> torch.Tensor:
     if plain.is_floating_point() and not written:
         return plain
     with torch.inference_mode():
-        form = (tuple(plain.shape), plain.stride())
-        return torch.empty_strided(*form, dtype=plain.dtype).fill_(value)
+        return torch.empty_strided(tuple(plain.shape), plain.stride(), dtype=plain.dtype).zero_()
 
 
 def _forms(result: Any) -> Any:
@@ -183,7 +172,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     written = _written(operator, args, kwargs) if operator.mutated else []
     forms = _output_forms(call, operator, written)
     gpu, place = call.gpu, here()
-    func = _seeded(operator, call)
+    func = operator.func
     indexes = () if operator.indexes is None else operator.indexes(call.args)
     bounds = _bounds(call, indexes) if indexes else NO_BOUNDS
     if operator.is_out:
@@ -215,28 +204,6 @@ def _check_out(operator: Operator, forms: Any, written: list[VTensor]) -> None:
     for form, tensor in zip(forms if isinstance(forms, tuple) else (forms,), written, strict=True):
         if form.shape != tuple(tensor.shape):
             raise VgpuError(f"{operator.label}: out has shape {list(tensor.shape)}, it needs {list(form.shape)}")
-
-
-def _seeded(operator: Operator, call: _Call) -> Any:
-    """The operator's function. If it draws random numbers, its seed is chosen at the call, not when it runs."""
-    func = operator.func
-    if not operator.draws:
-        return func
-    seed = call.gpu.draw_seed()
-    if operator.takes_generator:
-        call.kwargs["generator"] = torch.Generator().manual_seed(seed)
-        return func
-
-    def seeded(*args: Any, **kwargs: Any) -> Any:
-        generator = torch.default_generator
-        state = generator.get_state()
-        try:
-            generator.manual_seed(seed)
-            return func(*args, **kwargs)
-        finally:
-            generator.set_state(state)
-
-    return seeded
 
 
 def _access(tensor: VTensor, indexes: Indexes) -> Access:
@@ -333,7 +300,7 @@ def _like(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
             return operator.func(*call.args, **call.kwargs)
     form = _output_forms(call, operator, [])
     gpu, place = call.gpu, here()
-    func = _seeded(operator, call)
+    func = operator.func
     output = new_tensor(gpu, form, place)
     if operator.kind is Kind.LIKE:
         plain_args, plain_kwargs, target = call.args, call.kwargs, output.plain

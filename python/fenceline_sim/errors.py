@@ -69,7 +69,7 @@ class StaleMemoryError(CheckError):
 
 
 class PeerError(CheckError):
-    """A device accesses another one's memory that it has not opened, or whose address it has not been told."""
+    """A device accesses another one's memory whose address it has not been told."""
 
     checker = "peers"
 

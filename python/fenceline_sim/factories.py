@@ -42,12 +42,6 @@ def install() -> torch.device:
             "arange": _from_cpu(torch.ops.aten.arange.default),
             "arange.start": _from_cpu(torch.ops.aten.arange.start),
             "arange.start_step": _from_cpu(torch.ops.aten.arange.start_step),
-            "eye": _from_cpu(torch.ops.aten.eye.default),
-            "eye.m": _from_cpu(torch.ops.aten.eye.m),
-            "linspace": _from_cpu(torch.ops.aten.linspace.default),
-            "randperm": _from_cpu(torch.ops.aten.randperm.default),
-            "tril_indices": _from_cpu(torch.ops.aten.tril_indices.default),
-            "triu_indices": _from_cpu(torch.ops.aten.triu_indices.default),
         },
         {"scaled_dot_product_attention": _attention},
     )

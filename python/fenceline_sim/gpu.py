@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from random import Random
 from typing import NamedTuple, TypeVar
 from weakref import ref
 
@@ -14,21 +13,13 @@ from fenceline.memory_order.stream import joined
 from fenceline_sim import backend
 from fenceline_sim.checks import Checks
 from fenceline_sim.detector import Detector
-from fenceline_sim.errors import (
-    CaptureError,
-    CheckError,
-    DeadlockError,
-    PeerError,
-    RaceError,
-    StaleMemoryError,
-    VgpuError,
-)
+from fenceline_sim.errors import CaptureError, CheckError, DeadlockError, RaceError, StaleMemoryError, VgpuError
 from fenceline_sim.findings import Findings
 from fenceline_sim.layout import Form, layout_at
 from fenceline_sim.memory import ALIGN, NO_ACCESS, NO_BOUNDS, Accesses, Bounds, PinnedMemory, Pool, Region, Tag, whole
 from fenceline_sim.place import Place, here
 from fenceline_sim.policy import Policy, Turn, make_policy
-from fenceline_sim.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream, who
+from fenceline_sim.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream
 from fenceline_sim.threads import Channel, Rotation, Worker
 
 T = TypeVar("T")
@@ -44,8 +35,8 @@ class VirtualGpu:
     the host threads one runs at a time: see ``spawn``.
 
     ``num_devices``: it is that many devices of one host, each with streams and memory of its own, under one schedule.
-    Each belongs to the threads that were spawned for it, as to a rank's process. A device reaches another one's memory
-    only where it has opened it (``open_peer``); what orders the two is in ``peers``.
+    Each belongs to the threads that were spawned for it, as to a rank's process; what orders two of them is in
+    ``peers``.
     """
 
     def __init__(
@@ -55,15 +46,14 @@ class VirtualGpu:
         self.seed = seed
         self.num_devices = num_devices
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
-        self.detector = Detector(self.history_of, self._stream_of) if detect else None
+        self._agents: list[VirtualStream | HostThread] = []
+        self.detector = Detector(self._agents) if detect else None
         self.findings = Findings(collect, self._look_ahead)
-        self.checks = Checks(self.findings, self._moment, self.history_of, enabled=detect)
+        self.checks = Checks(self.findings, self._moment, self._agents, enabled=detect)
         self.pool = Pool(total_bytes)
         self.pinned = PinnedMemory()
         self.num_run = 0
         self.streams: list[VirtualStream] = []
-        self._agents: list[VirtualStream | HostThread] = []
-        self._random = Random(seed)  # of random numbers drawn on the device, not of the schedule
         self._seq = 0
         self._released: list[list[tuple[Tag, int]]] = [[] for _ in range(num_devices)]  # with the stream's number
         self._capturing: dict[int, Capture] = {}  # by device
@@ -115,14 +105,6 @@ class VirtualGpu:
     def on(self, stream: VirtualStream) -> AbstractContextManager[None]:
         """Inside, torch operations of this thread go to ``stream``."""
         return _holding(self.thread, "current", stream)
-
-    def history_of(self, agent: int, index: int) -> Operation:
-        """The ``index``-th action (from 1) of an agent."""
-        return self._agents[agent].action(index)
-
-    def _stream_of(self, agent: int) -> tuple[str, int]:
-        """The agent's name in the table of edges, and its device."""
-        return self._agents[agent].edge_name, self._agents[agent].device
 
     @property
     def capturing(self) -> Capture | None:
@@ -343,10 +325,6 @@ class VirtualGpu:
             self.findings.add_races(self.detector.host_access(op, tag, tensor, write))
         self._drift()
 
-    def draw_seed(self) -> int:
-        """A seed for an operation that draws random numbers, chosen in program order."""
-        return self._random.getrandbits(63)
-
     # --- running -------------------------------------------------------------------------------------
 
     def _drift(self) -> None:
@@ -443,7 +421,7 @@ class VirtualGpu:
 
     def _gain(self, stream: VirtualStream, op: Operation) -> None:
         """``op`` is about to run: it happens after what it, earlier operations of its stream and what it waits for have
-        acquired from other devices. It must reach the memory that it accesses."""
+        acquired from other devices."""
         gained = stream.gained
         if op.after is not None:
             gained = joined(gained, op.after.passed)
@@ -451,14 +429,6 @@ class VirtualGpu:
             gained = joined(gained, op.spin.begin(op))
         stream.gained = gained
         op.clock = joined(op.clock, gained)
-        for tag, _, _ in (*op.reads, *op.writes):
-            if tag.device != stream.device and not tag.is_host and stream.device not in tag.opened_by:
-                self.checks.found(unopened(op, tag))
-
-    def open_peer(self, tensor: torch.Tensor) -> None:
-        """From now on the calling thread's device may access the memory of ``tensor``, another device's."""
-        allocation: Allocation = tensor.allocation  # type: ignore[attr-defined]
-        allocation.tag.opened_by |= {self.thread.device}
 
     def _look_ahead(self) -> list[RaceError]:
         """Races of work that is queued, because a schedule may show an effect before its cause. There are none with
@@ -516,15 +486,6 @@ def _holding(thread: HostThread, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(thread, name, before)
-
-
-def unopened(op: Operation, tag: Tag) -> PeerError:
-    """The report of an access to another device's memory that the operation's own device has not opened."""
-    assert op.stream is not None, "it runs on a stream"
-    return PeerError(
-        f"peers: {tag} of device {tag.device} is not open to device {op.stream.device}\n  {who(op)}", "", str(tag),
-        (str(op.place),),
-    )  # fmt: skip
 
 
 def _needed(op: Operation) -> VirtualStream:

@@ -16,6 +16,7 @@ from fenceline.mem_cache.image_keys import ImageKeys
 from fenceline.memory_order.edges import ENCODED_FIRST, OLD_KV, ROW_DELTA, STEP_IMAGES
 from fenceline.model_executor.step import StepBatch
 from fenceline.scheduler.req import Req
+from fenceline_sim.accounts import Seq
 from fenceline_sim.layout import Layout
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.streams import Operation
@@ -33,16 +34,6 @@ class _Embedding(NamedTuple):
 
     def __str__(self) -> str:
         return f"token {self.token} of image {self.digest.hex()}{' with ' if self.weights else ''}{self.weights}"
-
-
-class ImageSeq(NamedTuple):
-    """A request's part of a step: its tokens from ``first`` to ``length - 1``."""
-
-    name: str
-    row: int
-    first: int
-    length: int
-    images: Sequence[ImageInput]
 
 
 class ImageTags:
@@ -79,7 +70,7 @@ class StepImages:
     layer of a draft reads the embeddings of the tokens from which it computes its rows."""
 
     def __init__(
-        self, images: ImageTags, seqs: Sequence[ImageSeq], batch: StepBatch, weights: str, ahead: Sequence[int]
+        self, images: ImageTags, seqs: Sequence[Seq], batch: StepBatch, weights: str, ahead: Sequence[int]
     ) -> None:
         """``ahead``: how many tokens further on those of each read begin."""
         self._images, self._seqs, self._weights = images, {seq.row: seq for seq in seqs}, weights
@@ -87,17 +78,17 @@ class StepImages:
         self._encodes = list(batch.encodes)
         self._expected = [[one for seq in seqs for one in self._of_tokens(seq, shift)] for shift in ahead]
 
-    def _of_tokens(self, seq: ImageSeq, shift: int) -> Iterator[tuple[str, _Embedding] | None]:
+    def _of_tokens(self, seq: Seq, shift: int) -> Iterator[tuple[str, _Embedding] | None]:
         """Of each token of a prompt from which the step computes a row: its name and the embedding that it takes, if
         any."""
-        images = iter(seq.images)
+        images = iter(seq.account.images)
         image: ImageInput | None = next(images, None)
         for place in range(seq.first + shift, seq.length + shift):
             while image is not None and image.end <= place:
                 image = next(images, None)
             is_inside = image is not None and image.offset <= place
             found = _Embedding(image.digest, place - image.offset, self._weights) if image and is_inside else None
-            yield None if found is None else (f"token {place} of {seq.name}", found)
+            yield None if found is None else (f"token {place} of {seq.account.name}", found)
 
     def ran(self, op: Operation, access: Access, writes: bool) -> None:
         """``op`` has accessed memory."""
@@ -134,7 +125,7 @@ class StepImages:
         values = access.tag.region.view(self._images._layout).numpy()
         for row in set(self._seqs if access.rows is None else row_values(access.rows).tolist()):
             seq = self._seqs.get(row)
-            right = 0 if seq is None else position_delta(seq.images)
+            right = 0 if seq is None else position_delta(seq.account.images)
             if seq is not None and values[row] != right:
-                text = f"position_deltas row {row} is {values[row]}, and {right} for {seq.name}\n  read by"
+                text = f"position_deltas row {row} is {values[row]}, and {right} for {seq.account.name}\n  read by"
                 self._images._report(op, "req_pool.position_deltas", text, ROW_DELTA.name)

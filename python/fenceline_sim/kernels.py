@@ -3,9 +3,10 @@ the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,3 +156,43 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
         kernel.name, run, reads.accesses, declared.writes, place, bounds=(*reads.bounds, *declared.bounds), after=begun,
         starts_next=declared.starts_next and begun is not None,
     )  # fmt: skip
+
+
+class _Operand(NamedTuple):
+    """Stands in arguments for the launch's operand of that number."""
+
+    number: int
+
+
+def launch_function(
+    kernel: Kernel, function: Callable[..., Any], args: tuple[Any, ...], operands: Sequence[Any], *outs: torch.Tensor
+) -> None:
+    """Launch ``kernel`` with ``(*operands, *outs)``. It calls ``function(*args)``, in which the tensors among
+    ``operands``, also those within dataclasses and mappings, are as they are when it runs, and writes its results to
+    ``outs``."""
+    numbers = {id(operand): _Operand(number) for number, operand in enumerate(operands)}
+    template, num_outs = _changed(args, lambda tensor: numbers.get(id(tensor), tensor)), len(outs)
+
+    def compute(*given: Any) -> None:  # which keeps no tensor of the device
+        results = function(*_changed(template, lambda operand: given[operand.number], _Operand))
+        if num_outs:
+            results = results if isinstance(results, tuple) else (results,)
+            for out, result in zip(given[-num_outs:], results, strict=True):
+                out.copy_(result)
+
+    kernel.launch(compute, *operands, *outs)
+
+
+def _changed(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """``value`` with all of that ``kind`` in it changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is tuple:
+        return tuple(_changed(item, change, kind) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _changed(item, change, kind) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in fields(value)}
+        new = {name: _changed(item, change, kind) for name, item in old.items()}
+        return replace(value, **new) if any(new[name] is not old[name] for name in new) else value
+    return value

@@ -65,7 +65,7 @@ class Tag:
     """One use of a region by an allocation: its name in reports, and the rows that its memory is divided into."""
 
     __slots__ = (
-        "captured", "device", "ended", "guards", "is_exclusive", "is_host", "name", "opened_by", "place", "pool",
+        "captured", "device", "ended", "guards", "is_exclusive", "is_host", "name", "place", "pool",
         "region", "row_bytes", "shape",
     )  # fmt: skip
 
@@ -82,7 +82,6 @@ class Tag:
         self.device = 0  # whose memory it is, of several
         # By hazard, the guards without which accesses to it are not ordered; for memory that no edge protects.
         self.guards: Mapping[Hazard, tuple[str, ...]] = {}
-        self.opened_by: frozenset[int] = frozenset()  # the devices besides that one that may access it
         self.is_exclusive = False  # a resource that allows one user at a time, not memory
 
     def __str__(self) -> str:

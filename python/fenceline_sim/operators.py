@@ -27,7 +27,7 @@ _SYNCHRONISING = {
 }  # fmt: skip
 _KNOWN_TO_THE_HOST = {"aten.repeat_interleave.self_int"}  # their overloads for which it need not wait
 # In-place operators that do not read the old values.
-_OVERWRITING = {"zero_", "fill_", "index_put_", "index_copy_", "index_fill_", "scatter_", "uniform_", "normal_"}
+_OVERWRITING = {"zero_", "fill_", "index_put_", "index_copy_", "index_fill_", "scatter_"}
 _VIEWS_BY_NATURE = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::record_stream"}
 
@@ -64,14 +64,13 @@ class Operator:
         overload = func._overloadname
         self.is_out = overload.endswith("out")
         self.overwrites = self.is_out or (self.label in _OVERWRITING and "reduce" not in overload)
-        # Attention has this tag because of its dropout, which inference does not use.
-        self.draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in self.label
-        self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         self.kind = self._find_kind()
 
     def _find_kind(self) -> Kind:
         schema, name = self.func._schema, self.name
-        if name in _REFUSED:
+        # Attention has this tag because of its dropout, which inference does not use.
+        draws = torch.Tag.nondeterministic_seeded in self.func.tags and "attention" not in self.label
+        if name in _REFUSED or draws:
             return Kind.REFUSED
         if name == "aten::copy_":
             return Kind.COPY

@@ -146,7 +146,7 @@ class PeerRank:
         tensor = torch.empty(shape, dtype=torch.uint8, device="vgpu")
         assert isinstance(tensor, VTensor)
         gpu.name_memory(tensor, f"{name} of rank {self.rank}", unit or shape[-1])
-        _share(tensor, gpu)
+        _share(tensor)
         return tensor
 
     def flag(self, *name: object) -> _Flag:
@@ -174,7 +174,7 @@ class PeerRank:
             for rank in range(self.size):
                 known = self.group.rank(rank).registered.setdefault(slot, [None] * self.size)
                 known[self.rank] = tensor
-            _share(tensor, self.group.gpu)
+            _share(tensor)
         self.unregistered = []
 
     def give_up(self) -> None:
@@ -515,10 +515,9 @@ def _put(target: torch.Tensor, values: torch.Tensor) -> None:
     target[: values.numel()].copy_(values)
 
 
-def _share(tensor: VTensor, gpu: VirtualGpu) -> None:
+def _share(tensor: VTensor) -> None:
     """All devices may access it; what orders their accesses are generations and halves."""
     tag = tensor.allocation.tag
-    tag.opened_by = frozenset(range(gpu.num_devices))
     late = (PEER_HALVES.name, PEER_WORDS.name)
     tag.guards = {
         Hazard.RAW: (FLAG_GENERATION.name, PEER_WORDS.name),

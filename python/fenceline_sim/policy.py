@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -103,19 +103,18 @@ class Uniform(Policy):
 
 
 class Pct(Policy):
-    """Priorities with few changes: finds any bug of ``depth`` ordering constraints with a known probability.
+    """Priorities with two changes: finds any bug of three ordering constraints with a known probability.
 
     Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010. The number
-    of choices of a run is not known, so the ``depth - 1`` changes are spread evenly over its order of magnitude, up to
-    ``length``.
+    of choices of a run is not known, so the changes are spread evenly over its order of magnitude, up to 10,000.
     """
 
     switch_odds = 0.1
 
-    def __init__(self, seed: int, depth: int = 3, length: int = 10_000) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._priorities: dict[int, float] = {}
-        self._changes = {int(length ** self._random.random()) for _ in range(depth - 1)}
+        self._changes = {int(10_000 ** self._random.random()) for _ in range(2)}
         self._lowest = 0.0
         self._step = 0
 
@@ -167,23 +166,18 @@ class Script(Policy):
         return needed
 
 
-POLICIES = ("fifo", "eager", "laziest", "random", "pct")
+_MAKERS: dict[str, Callable[[int], Policy]] = {  # from the seed
+    "fifo": lambda seed: Fifo(), "eager": lambda seed: Eager(), "laziest": lambda seed: Laziest(), "random": Uniform,
+    "pct": Pct,
+}  # fmt: skip
+POLICIES = tuple(_MAKERS)
 
 
-def make_policy(name: str, seed: int, depth: int = 3) -> Policy:
-    """The policy called ``name``, one of ``POLICIES``; ``depth`` is for ``pct``."""
-    match name:
-        case "fifo":
-            return Fifo()
-        case "eager":
-            return Eager()
-        case "laziest":
-            return Laziest()
-        case "random":
-            return Uniform(seed)
-        case "pct":
-            return Pct(seed, depth)
-    raise ValueError(f"unknown policy {name!r}: use one of {', '.join(POLICIES)}")
+def make_policy(name: str, seed: int) -> Policy:
+    """The policy called ``name``, one of ``POLICIES``."""
+    if name not in _MAKERS:
+        raise ValueError(f"unknown policy {name!r}: use one of {', '.join(POLICIES)}")
+    return _MAKERS[name](seed)
 
 
 def _oldest(runnable: Sequence[VirtualStream]) -> VirtualStream:

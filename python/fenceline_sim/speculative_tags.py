@@ -18,11 +18,12 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.speculative.kv_rows import KERNEL as MOVE
+from fenceline_sim.accounts import GUESS, I64, Seq
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layout import Layout
 from fenceline_sim.memory import Tag
 from fenceline_sim.streams import Operation
-from fenceline_sim.tags import GUESS, HOLE, I64, SINK_PAGE, Seq, SlotMemory, Step, Tags, memory_of
+from fenceline_sim.tags import HOLE, SINK_PAGE, SlotMemory, Step, Tags, memory_of
 
 
 class SpeculativeStep(Step):
@@ -169,19 +170,6 @@ class SpeculativeStep(Step):
         """Whether the draft has no row there."""
         end = int(memory.held[slot]) // self._tags.num_parts
         return self._tags.prefixes.mark(end)[1] == HOLE
-
-    def _misplaced(  # type: ignore[override]
-        self, op: Operation, memory: SlotMemory, slot: int, seq: Seq, position: int, meant: int
-    ) -> None:
-        name, page = seq.account.name, int(memory.page[slot])
-        if page not in seq.pages and page != SINK_PAGE:
-            self._tags.pages.refuse(page, f"a {self._kind} of {name}", op)
-        text = f"{self._kind} stores token {position} of {name} here, "
-        if meant < 0:
-            text += "and it ends before"
-        else:
-            text += f"not in slot {meant % memory.page_size} of page {meant // memory.page_size}"
-        self._tags.found(memory, slot, text, op)
 
     # --- reading
 

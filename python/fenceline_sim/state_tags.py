@@ -7,33 +7,15 @@ request, or after too few or too many tokens, is reported at the operation that 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from fenceline.memory_order.edges import COMMITTED_STATE, ENDS_AT_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
+from fenceline_sim.accounts import NOTHING, Seq
+from fenceline_sim.image_tags import Report
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.streams import Operation
 
 SINK_SLOT = 0
-_NOTHING = 0  # the prefix of a slot that nobody has written
 _MEMORY = "states"
-
-# Of an error: the operation, the memory's name, what is wrong, and the guard that should have prevented it.
-Report = Callable[[Operation, str, str, str], None]
-
-
-class StateSeq(NamedTuple):
-    """A request's part of a step: its tokens from ``first`` to ``length - 1``. ``ends``: its prefixes by token."""
-
-    name: str
-    row: int
-    first: int
-    length: int
-    ends: Sequence[int]
-
-    def state(self, length: int, grid: int) -> int:
-        """The prefix whose state its slot carries when the request has ``length`` tokens."""
-        absorbed = length // grid * grid
-        return self.ends[absorbed - 1] if absorbed else _NOTHING
 
 
 class StateTags:
@@ -46,6 +28,11 @@ class StateTags:
         self._held: dict[int, dict[int, int]] = {}  # by where a part lies in a slot, and by slot
         self.begun: set[int] = set()  # rows that got the state of a prefix
 
+    def at(self, seq: Seq, length: int) -> int:
+        """The prefix whose state its slot carries when the request has ``length`` tokens."""
+        absorbed = length // self.grid * self.grid
+        return seq.account.ends[absorbed - 1] if absorbed else NOTHING
+
     def slot_of(self, access: Access) -> int:
         """The slot that a copy accesses."""
         return access.layout.offset * access.layout.form.itemsize // self._nbytes
@@ -57,11 +44,11 @@ class StateTags:
 
     def copied(self, source: int, slot: int) -> None:
         for held in self._held.values():
-            held[slot] = held.get(source, _NOTHING)
+            held[slot] = held.get(source, NOTHING)
 
     def check(self, op: Operation, held: Mapping[int, int], slot: int, right: int, what: str, guard: Guard) -> None:
         """``slot`` must hold the state of the prefix ``right``."""
-        found = held.get(slot, _NOTHING)
+        found = held.get(slot, NOTHING)
         if found != right:
             states = [f"that after {self._describe(end)}" if end else "none" for end in (found, right)]
             text = f"states slot {slot} holds {states[0]}, and must hold {states[1]}, {what}\n  by"
@@ -75,7 +62,7 @@ class StateTags:
 class StepStates:
     """The states of a step."""
 
-    def __init__(self, states: StateTags, seqs: Sequence[StateSeq], snapshots: Collection[tuple[int, int]]) -> None:
+    def __init__(self, states: StateTags, seqs: Sequence[Seq], snapshots: Collection[tuple[int, int]]) -> None:
         """``snapshots``: those that it makes of its rows, (row, slot)."""
         self._states, self._by_row, self._snapshots = states, {seq.row: seq for seq in seqs}, snapshots
         states.begun -= {seq.row for seq in seqs if seq.first == 0}
@@ -90,16 +77,16 @@ class StepStates:
             for slot in set(row_values(access.rows).tolist()) - {SINK_SLOT}:
                 seq = self._by_row[slot]
                 if writes:
-                    held[slot] = seq.state(seq.length, states.grid)
+                    held[slot] = states.at(seq, seq.length)
                 elif seq.first >= states.grid:
                     guard = ROW_STATE if slot in states.begun else ENDS_AT_STATE
-                    what = f"read for token {seq.first} of {seq.name}"
-                    states.check(op, held, slot, seq.state(seq.first, states.grid), what, guard)
+                    what = f"read for token {seq.first} of {seq.account.name}"
+                    states.check(op, held, slot, states.at(seq, seq.first), what, guard)
         elif writes:
             source, slot = states.slot_of(op.reads[0]), states.slot_of(access)
             states.copied(source, slot)
             if (source, slot) in self._snapshots:
-                right = self._by_row[source].state(self._by_row[source].length, states.grid)
+                right = states.at(self._by_row[source], self._by_row[source].length)
                 states.check_slot(op, slot, right, "a snapshot of its step", SNAPSHOT_AFTER)
 
 

@@ -16,9 +16,8 @@ row's prefix ends. Where the tree's pages depend on tokens behind them, so does 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,8 +26,6 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fenceline.images.image_input import ImageInput
-from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.kernels.accesses import list_attention
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
@@ -39,92 +36,20 @@ from fenceline.model_executor.step import StepBatch
 from fenceline.models.loader import NewWeights
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
+from fenceline_sim.accounts import GUESS, I32, I64, NOTHING, Account, Prefixes, Seq
 from fenceline_sim.errors import CheckError, FootprintError, TagError
 from fenceline_sim.gpu import VirtualGpu
-from fenceline_sim.image_tags import ImageSeq, ImageTags, StepImages
+from fenceline_sim.image_tags import ImageTags, StepImages
 from fenceline_sim.layout import Layout, layout_of
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.ownership import Leases
 from fenceline_sim.place import here
-from fenceline_sim.state_tags import StateCopy, StateSeq, StateTags, StepStates
+from fenceline_sim.state_tags import StateCopy, StateTags, StepStates
 from fenceline_sim.streams import Operation, who
 from fenceline_sim.tensor import VTensor
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-
 SINK_PAGE = 0
-_NOTHING = 0  # the tag of a slot that has not been written
 HOLE = "which the draft has not computed"
-GUESS = "as the draft has computed it from its own hidden states"
-
-
-class Prefixes:
-    """Token prefixes as numbers: one for each sequence of tokens in each namespace, from 1."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int | str], int] = {}
-        # Of each prefix: its length, and the request that it was first made for.
-        self._ends: list[tuple[int, str]] = [(0, "")]
-        self._marked: dict[int, tuple[int, str]] = {}
-
-    def root(self, namespace: str, weights: str = "") -> int:
-        """The prefix without a token, as ``weights`` compute it, "" the first ones."""
-        return self._number((0, f"{weights}\0{namespace}"), 0, f"namespace {namespace!r}")
-
-    def then(self, prefix: int, token: int, owner: str) -> int:
-        """``prefix`` and one more token, of a request called ``owner`` in reports."""
-        return self._number((prefix, token), self._ends[prefix][0] + 1, owner)
-
-    def marked(self, prefix: int, mark: str) -> int:
-        """A number of its own for a slot of ``prefix`` that holds something else than its values; ``mark``: what."""
-        number = self._number((prefix, mark), *self._ends[prefix])
-        self._marked[number] = prefix, mark
-        return number
-
-    def mark(self, number: int) -> tuple[int, str]:
-        """The prefix and the mark of a :meth:`marked` one; of any other itself and ""."""
-        return self._marked.get(number, (number, ""))
-
-    def length(self, prefix: int) -> int:
-        """Its number of tokens."""
-        return self._ends[prefix][0]
-
-    def describe(self, prefix: int) -> str:
-        """``token 4 of r1`` for the last token of the prefix."""
-        length, owner = self._ends[prefix]
-        mark = self.mark(prefix)[1]
-        return f"token {length - 1} of {owner}{', ' if mark else ''}{mark}"
-
-    def _number(self, key: tuple[int, int | str], length: int, owner: str) -> int:
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._ends)
-            self._ends.append((length, owner))
-        return number
-
-
-class Account:
-    """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
-
-    def __init__(
-        self, source: TokenizedGenerateReq, token_ids: Iterable[int], prefixes: Prefixes, weights: str = "",
-        images: Sequence[ImageInput] = (),
-    ) -> None:  # fmt: skip
-        self.source = source  # kept, so that no other object has the same id()
-        self.images = images
-        self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
-        self.name += f" with {weights}" if weights else ""
-        self._prefixes = prefixes
-        self._root = prefixes.root(source.extra_key, weights)
-        self.ends: list[int] = []
-        for token in token_ids:
-            self.ends.append(prefixes.then(self.ends[-1] if self.ends else self._root, token, self.name))
-
-    def sampled(self, position: int, token: int) -> None:
-        """A step has sampled its token at ``position``. Tokens from there on are removed: the request was retracted."""
-        del self.ends[position:]
-        self.ends.append(self._prefixes.then(self.ends[-1], token, self.name))
 
 
 class SlotMemory:
@@ -149,7 +74,7 @@ class SlotMemory:
         order = np.argsort(np.concatenate(starts))
         self._starts = np.concatenate(starts)[order]
         self.part, self.page, self.offset = (np.concatenate(a)[order] for a in (numbers, pages, offsets))
-        self.held: I64 = np.full(len(order), _NOTHING, np.int64)
+        self.held: I64 = np.full(len(order), NOTHING, np.int64)
         self.writers: I64 = np.zeros(len(order), np.int64)  # the operation that put it there
         self.origins: I64 = np.zeros(len(order), np.int64)  # the operation that computed it
         self._of_layout: dict[Layout, I64] = {}
@@ -218,29 +143,6 @@ def _pieces(layout: Layout) -> tuple[I64, int]:
     for size, step in dims:
         starts = (starts[:, None] + np.arange(size) * step * form.itemsize).reshape(-1)
     return starts, nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Seq:
-    """A request's part of a step: tokens ``first`` .. ``length - 1`` are computed, the one after them is sampled.
-
-    ``pages``: those of its tokens in order, as the request has them when the step is submitted. In a speculative step
-    ``length`` is the most that it can be."""
-
-    account: Account
-    row: int
-    first: int
-    length: int
-    samples: bool
-    pages: I32
-
-    def first_read(self, window: int | None) -> int:
-        """The first token that a layer with ``window`` reads."""
-        return 0 if window is None else max(self.first - window + 1, 0)
-
-    def slots(self, page_size: int) -> I64:
-        """Numbers (page * page_size + offset) of the slots of all its tokens."""
-        return (self.pages[:, None] * np.int64(page_size) + np.arange(page_size)).reshape(-1)[: self.length]
 
 
 class Step:
@@ -477,7 +379,7 @@ class Step:
         self._check_padding(op, memory, slots, len(meant))
         wrong = np.flatnonzero(numbers[:num_live] != meant[:num_live])
         if len(wrong):
-            self._misplaced(op, memory, int(slots[wrong[0]]), int(wrong[0]), int(meant[wrong[0]]))
+            self._misplaced(op, memory, int(slots[wrong[0]]), *self._of_token(int(wrong[0])), int(meant[wrong[0]]))
         memory.write(slots[:num_live], tags.tag(ends[:num_live], part), op)
 
     def _check_padding(self, op: Operation, memory: SlotMemory, slots: I64, num_live: int) -> None:
@@ -487,13 +389,14 @@ class Step:
             text = f"row {row} of {self._kind}, which is padding ({num_live} are live), writes it"
             self._tags.found(memory, int(slots[row]), text, op)
 
-    def _misplaced(self, op: Operation, memory: SlotMemory, slot: int, row: int, meant: int) -> None:
-        seq, position = self._of_token(row)
+    def _misplaced(self, op: Operation, memory: SlotMemory, slot: int, seq: Seq, position: int, meant: int) -> None:
+        """``meant``: the slot of that token, -1 if there is none."""
         name, page = seq.account.name, int(memory.page[slot])
         if page not in seq.pages and page != SINK_PAGE:
             self._tags.pages.refuse(page, f"a {self._kind} of {name}", op)
-        text = f"{self._kind} stores token {position} of {name} here, not in slot {meant % memory.page_size} of page "
-        self._tags.found(memory, slot, text + str(meant // memory.page_size), op)
+        right = f"not in slot {meant % memory.page_size} of page {meant // memory.page_size}"
+        text = f"{self._kind} stores token {position} of {name} here, {right if meant >= 0 else 'and it ends before'}"
+        self._tags.found(memory, slot, text, op)
 
     def _of_token(self, row: int) -> tuple[Seq, int]:
         """The request of the step's token ``row``, and the token's position."""
@@ -747,8 +650,7 @@ class Tags:
         if self.states is None:
             return None
         self.snapshots.claim([slot for _, slot in batch.snapshots], "a snapshot of its step")
-        parts = [StateSeq(one.account.name, one.row, one.first, one.length, one.account.ends) for one in seqs]
-        return StepStates(self.states, parts, batch.snapshots)
+        return StepStates(self.states, seqs, batch.snapshots)
 
     @contextmanager
     def state_copy(self, source: int, slot: int, after: Points) -> Iterator[None]:
@@ -769,8 +671,7 @@ class Tags:
     def _images_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepImages | None:
         if self.images is None:
             return None
-        parts = [ImageSeq(one.account.name, one.row, one.first, one.length, one.account.images) for one in seqs]
-        return StepImages(self.images, parts, batch, self._weights, self._reads_ahead)
+        return StepImages(self.images, seqs, batch, self._weights, self._reads_ahead)
 
     @contextmanager
     def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:
@@ -805,31 +706,23 @@ class Tags:
         the lookahead."""
         found: dict[int, I64] = {}
         size = self.page_size
-        ends: dict[TreeNode, int] = {}
-        for node in self._nodes():
-            assert node.parent is not None, "the root is left out"
-            end = ends.get(node.parent)
-            if end is None:
-                end = self.prefixes.root(self._tree.namespace(node), self._weights)
-            numbers = []
-            for token in node.tokens.tolist():
-                token = token if self.images is None else self.images.token_of(token, self._tree.images)
-                end = self.prefixes.then(end, token, "a prefix in the tree")
-                numbers.append(end)
-            ends[node] = numbers[node.num_pages * size - 1]
-            pages = getattr(node, tier)
-            if pages is not None and len(pages):
-                windows = sliding_window_view(np.array(numbers, np.int64), size + self.lookahead)[::size]
-                found.update(zip(pages.tolist(), windows, strict=True))
-        return found
-
-    def _nodes(self) -> Iterator[TreeNode]:
-        """Parents first."""
+        last: dict[TreeNode, int] = {}  # the prefix at which each node's pages end
         nodes = list(self._tree.root.children.values())
         while nodes:
             node = nodes.pop()
-            yield node
             nodes += node.children.values()
+            assert node.parent is not None, "the root is left out"
+            end, ends = last.get(node.parent) or self.prefixes.root(self._tree.namespace(node), self._weights), []
+            for token in node.tokens.tolist():
+                token = token if self.images is None else self.images.token_of(token, self._tree.images)
+                end = self.prefixes.then(end, token, "a prefix in the tree")
+                ends.append(end)
+            last[node] = ends[node.num_pages * size - 1]
+            pages = getattr(node, tier)
+            if pages is not None and len(pages):
+                windows = sliding_window_view(np.array(ends, np.int64), size + self.lookahead)[::size]
+                found.update(zip(pages.tolist(), windows, strict=True))
+        return found
 
     @property
     def lookahead(self) -> int:
@@ -884,7 +777,7 @@ class Tags:
             self.host_pages.claim([int(self._host.page[slots[0]])], "a fetch from storage")
             op = Operation("fetch from storage", here(), None)
             op.where = self._gpu.thread.name
-            self._host.write(slots, _NOTHING, op)
+            self._host.write(slots, NOTHING, op)
             kept = next((kept for kept in self._kept.get(key, ()) if kept.digest == digest), None)
             if kept is None:
                 text = "storage fills it with bytes that it was not given under this key"
@@ -950,7 +843,7 @@ class Tags:
         self.add(TagError("\n".join(lines), "", place, tuple(places), 0 if op is None else op.seq))
 
     def _describe(self, tag: int) -> str:
-        if tag == _NOTHING:
+        if tag == NOTHING:
             return "nothing"
         end, part = divmod(int(tag), self.num_parts)
         return f"{self.prefixes.describe(end)}, {self.part_names[part]}"

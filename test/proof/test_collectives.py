@@ -11,8 +11,6 @@ from collective_ranks import run_ranks
 from fenceline_proof.runs import Trial, run
 from fenceline_sim import DeadlockError, RaceError, VirtualGpu
 from fenceline_sim.all_reduce import Launch
-from fenceline_sim.errors import PeerError
-from fenceline_sim.factories import use
 from fenceline_sim.peers import PeerRank
 from fenceline_sim.policy import POLICIES
 
@@ -85,27 +83,6 @@ def test_one_communicator_on_two_streams_is_a_race(policy: str) -> None:
         both(gpu, program, program)
 
 
-def test_memory_of_another_device_must_have_been_opened() -> None:
-    gpu = VirtualGpu(1, num_devices=2)
-    use(gpu)
-    made = []
-
-    def owner() -> None:
-        made.append(ones(4))
-        gpu.synchronize_all()
-
-    def reader(opens: bool) -> None:
-        if opens:
-            gpu.open_peer(made[0])
-        assert (made[0] + 0).tolist() == [1.0] * 4
-
-    gpu.spawn("owner", owner, 0).join()
-    gpu.spawn("reader", lambda: reader(True), 1).join()
-    made[0].allocation.tag.opened_by = frozenset()
-    with pytest.raises(PeerError, match="of device 0 is not open to device 1"):
-        gpu.spawn("reader", lambda: reader(False), 1).join()
-
-
 def test_nothing_but_flags_orders_two_devices() -> None:
     """A rank that reads its peer's memory right away, although a collective before has ended on both."""
     gpu = VirtualGpu(2, num_devices=2)
@@ -113,11 +90,9 @@ def test_nothing_but_flags_orders_two_devices() -> None:
 
     def program(backend: PeerRank) -> None:
         mine = shared[backend.rank] = ones(4)
-        gpu.open_peer(mine)
         backend.all_reduce(ones(4))
         gpu.rotation.block_until(lambda: len(shared) == 2, "the other rank")
         other = shared[1 - backend.rank]
-        gpu.open_peer(other)
         assert (other + 0).tolist() == [1.0] * 4
         mine.zero_()  # the other rank may not have read it
 

@@ -166,9 +166,9 @@ def test_points_of_a_node_that_has_left_are_missed(what: str) -> None:
     mutant = next(one for one in all_mutants() if one.old == what and one.text == forgets)
     code = f"""
 import sys
-from fenceline_proof.mutate import _Finder
+from fenceline_proof.mutate import _load_changed
 from fenceline_proof.mutants import all_mutants
-sys.meta_path.insert(0, _Finder(next(one for one in all_mutants() if one.id == {mutant.id!r})))
+_load_changed(next(one for one in all_mutants() if one.id == {mutant.id!r}))
 from fenceline_proof.runs import Trial, run
 from fenceline_proof.steps import Loop
 outcomes = (run(Trial("gone", seed)) for seed in range(60))
