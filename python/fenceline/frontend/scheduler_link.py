@@ -14,7 +14,7 @@ from fenceline.ipc.io_struct import (
     Message,
     PortArgs,
     TokenizedGenerateReq,
-    encode,
+    encode_apart,
     id_array,
 )
 from fenceline.ipc.mailbox import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox, Outbox
@@ -83,10 +83,10 @@ class SocketLink:
     def _write(self, message: Message) -> None:
         if isinstance(message, TokenizedGenerateReq) and message.body:
             message = self._without_known_parts(message)
-        data = encode(message)
-        self._unsent.append(data)
-        self._num_held += len(data)
-        self._num_turn_bytes += len(data)
+        parts = encode_apart(message)
+        self._unsent += parts
+        self._num_held += sum(map(len, parts))
+        self._num_turn_bytes += len(parts[0])  # the others are pixels, which take no time
         if self._num_held > MAX_HELD_BYTES:
             self._flush()
 

@@ -31,7 +31,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     frames of a video are ``moment`` behind its beginning; ``continues``: so are those of the image before, of the same
     video."""
 
-    pixels: bytes  # uint8 [height, width, 3], RGB; of each frame
+    pixels: bytes  # or a view: uint8 [height, width, 3], RGB; of each frame
     height: int
     width: int
     grid: tuple[int, int]

@@ -520,6 +520,15 @@ def encode(message: Message) -> bytes:
     return ENCODER.encode(message)
 
 
+def encode_apart(message: Message) -> list[bytes]:
+    """One message as msgpack, and after it the pixels of its images, which are not copied: 256 MiB of them would take
+    the sender a third of a second, and the receiver as long. An Inbox puts the two together again."""
+    if not isinstance(message, TokenizedGenerateReq) or not message.images:
+        return [encode(message)]
+    images = [msgspec.structs.replace(image, pixels=b"") for image in message.images]
+    return [encode(msgspec.structs.replace(message, images=images)), *[image.pixels for image in message.images]]
+
+
 def decode(data: bytes | memoryview) -> Message:
     """The inverse of :func:`encode`. Raises ``msgspec.ValidationError`` on anything else."""
     message: Message = _DECODER.decode(data)

@@ -15,12 +15,14 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import msgspec
 import zmq
 
+from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import PortArgs, TokenizedGenerateReq
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ LINGER_S = 1.0  # how long an outbox that is closed still tries to deliver the r
 # In a request, what is no token id, such as biases of a thousand tokens, is decoded one by one: a byte of it takes as
 # long as so many bytes of ids.
 _SLOW_BYTE = 16
-_PIXEL_BYTES = 8  # of images, which are copied and not looked at, that take as long as one of ids
+_COPIED_BYTES = 1 << 20  # at most, of what is sent: to copy more takes longer than to say when it may be freed
 _MOST_BYTES = 1 << 30  # of a message
 _RETRY_MS, _MOST_RETRY_MS = 10, 500  # until a sender tries again to connect, twice as long each time
 _MAX_TMPDIR_CHARS = 64
@@ -75,13 +77,14 @@ class Outbox:
         return socket
 
     def send(self, endpoint: str, *messages: bytes) -> None:
-        """Send messages, which arrive together; never blocks. After :meth:`close` they are dropped."""
+        """Send messages, which arrive together; never blocks. After :meth:`close` they are dropped. A message may be
+        followed by pixels (``encode_apart``)."""
         with self._lock:
             if not self._context.closed:
                 socket = self._sockets[endpoint]
                 for data in messages[:-1]:
-                    socket.send(data, zmq.NOBLOCK | zmq.SNDMORE)
-                socket.send(messages[-1], zmq.NOBLOCK)
+                    socket.send(data, zmq.NOBLOCK | zmq.SNDMORE, copy=len(data) <= _COPIED_BYTES)
+                socket.send(messages[-1], zmq.NOBLOCK, copy=len(messages[-1]) <= _COPIED_BYTES)
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Stop sending; what has not been delivered yet gets ``linger_s``. Harmless to repeat."""
@@ -106,7 +109,7 @@ class Inbox(Generic[M]):
         self._news = select.poll()  # much cheaper than to ask ZeroMQ
         self._news.register(self._socket, select.POLLIN)
         self._is_empty = False  # unless its descriptor has shown something since
-        self._arrived: deque[bytes] = deque()  # what has been taken and not drained yet
+        self._arrived: deque[zmq.Frame] = deque()  # what has been taken and not drained yet
         self._decoder = decoder
         self._name = endpoint.rpartition("/")[2]
         self.num_dropped = 0
@@ -143,20 +146,19 @@ class Inbox(Generic[M]):
 
     def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[M]:
         """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``. In a
-        request each byte that is not of its prompt's ids or images counts as ``_SLOW_BYTE``."""
+        request each byte that is not of its prompt's ids counts as ``_SLOW_BYTE``, and pixels, which are not touched,
+        count as nothing."""
         messages: list[M] = []
         num_bytes = 0
         while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
             if not self.has_arrived():
                 break
-            data = self._arrived.popleft()
-            for message in self._decoded(data):
+            frame = self._arrived.popleft()
+            for message in self._decoded(frame):
                 messages.append(message)
-                num_bytes += len(data)
+                num_bytes += len(frame)
                 if isinstance(message, TokenizedGenerateReq):
-                    num_pixel_bytes = sum([len(image.pixels) for image in message.images])
-                    num_bytes += (_SLOW_BYTE - 1) * (len(data) - 4 * len(message.input_ids) - num_pixel_bytes)
-                    num_bytes -= num_pixel_bytes - num_pixel_bytes // _PIXEL_BYTES
+                    num_bytes += (_SLOW_BYTE - 1) * (len(frame) - 4 * len(message.input_ids))
         return messages
 
     def _receive_nowait(self) -> bool:
@@ -167,7 +169,7 @@ class Inbox(Generic[M]):
             is_last = False
             while not is_last:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-                self._arrived.append(frame.bytes)
+                self._arrived.append(frame)
                 is_last = not frame.more
         except zmq.Again:
             self._is_empty = True
@@ -179,9 +181,13 @@ class Inbox(Generic[M]):
         """Stop listening. What has not been received is lost. Harmless to repeat."""
         self._context.destroy(0)
 
-    def _decoded(self, data: bytes) -> list[M]:
+    def _decoded(self, frame: zmq.Frame) -> list[M]:
+        data = frame.bytes
         try:
-            return [self._decoder.decode(data)]
+            message = self._decoder.decode(data)
+            if isinstance(message, TokenizedGenerateReq) and message.images:
+                message = msgspec.structs.replace(message, images=self._with_pixels(message.images, frame))
+            return [message]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.num_dropped += 1
             # The 1st, 2nd, 4th, 8th: a flood does not fill the log.
@@ -191,3 +197,13 @@ class Inbox(Generic[M]):
                     self._name, len(data), str(error)[:200], self.num_dropped,
                 )  # fmt: skip
             return []
+
+    def _with_pixels(self, images: Sequence[ImageInput], frame: zmq.Frame) -> list[ImageInput]:
+        """``images`` of the message in ``frame``, with the pixels that were sent behind it."""
+        found = []
+        for image in images:
+            if not frame.more:
+                raise msgspec.ValidationError("an image's pixels are missing")
+            frame = self._arrived.popleft()
+            found.append(msgspec.structs.replace(image, pixels=frame.buffer.toreadonly()))
+        return found

@@ -133,8 +133,10 @@ def test_closing_and_ending_wait_for_no_missing_reader(ports: PortArgs) -> None:
     outbox = Outbox(ports.scheduler)
     outbox.send(ports.scheduler, b"1")
     outbox.close(0.0)
-    program = "import sys; from fenceline.ipc.mailbox import Outbox; Outbox(sys.argv[1]).send(sys.argv[1], b'1')"
-    subprocess.run([sys.executable, "-c", program, ports.scheduler], check=True, timeout=60)
+    for size in (1, LARGE):
+        send_it = f"to = {ports.scheduler!r}; Outbox(to).send(to, b'1' * {size})"
+        program = f"from fenceline.ipc.mailbox import Outbox; {send_it}"
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_only_the_user_may_enter_the_folder_of_the_sockets(ports: PortArgs) -> None:

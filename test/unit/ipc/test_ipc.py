@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from scheduler_driver import make_driver
 
 from fenceline.frontend.scheduler_link import MAX_TURN_BYTES, SocketLink
+from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
     ENCODER,
@@ -23,12 +25,14 @@ from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
     PortArgs,
+    SchedulerInput,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
     TokenPairs,
     decode,
     encode,
+    encode_apart,
     id_array,
 )
 from fenceline.ipc.mailbox import Inbox, Outbox, make_ports, remove_ports
@@ -85,6 +89,49 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox.wait()
     taken = [len(inbox.drain(4)), len(inbox.drain(100, 2 * len(messages[0]) - 1)), len(inbox.drain())]
     assert taken == [4, 2, 4]
+    inbox.close()
+    sender.close()
+
+
+def picture(pixels: bytes) -> ImageInput:
+    return ImageInput(pixels=pixels, height=len(pixels) // 3, width=1, grid=(1, 1), digest=bytes(16))
+
+
+async def test_pixels_are_sent_as_they_are_and_arrive(ports: PortArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, inbox = SocketLink(ports), Inbox(ports.scheduler, SCHEDULER_DECODER)
+    send = link._outbox.send
+    sent: list[bytes] = []
+
+    def noting(to: str, *messages: bytes) -> None:
+        sent.extend(messages)
+        send(to, *messages)
+
+    monkeypatch.setattr(link._outbox, "send", noting)
+    pixels = [os.urandom(size) for size in (3, 3 << 20)]
+    with_images = msgspec.structs.replace(request("1", 10), images=[picture(data) for data in pixels])
+    for message in (with_images, request("2", 10)):
+        link.send(message)
+    await asyncio.sleep(0)
+    received: list[SchedulerInput] = []
+    while len(received) < 2:
+        received += inbox.receive()
+    assert received == [with_images, request("2", 10)]
+    assert sent[1] is pixels[0] and sent[2] is pixels[1] and len(sent[0]) < 1000
+    turn = Turn(1, received, False)  # the other ranks get them too
+    assert TURN_DECODER.decode(ENCODER.encode(turn)).messages == received
+    link.close()
+    inbox.close()
+
+
+def test_a_request_without_its_pixels_is_dropped(ports: PortArgs) -> None:
+    inbox, sender = Inbox(ports.scheduler, SCHEDULER_DECODER), Outbox(ports.scheduler)
+    with_images = msgspec.structs.replace(request("1", 10), images=[picture(b"123"), picture(b"456")])
+    for parts in (encode_apart(with_images)[:-1], [encode(request("2", 10))]):
+        sender.send(ports.scheduler, *parts)
+    received: list[SchedulerInput] = []
+    while not received:
+        received += inbox.receive()
+    assert received == [request("2", 10)] and inbox.num_dropped == 1
     inbox.close()
     sender.close()
 
