@@ -90,7 +90,7 @@ def test_tokens_are_those_of_the_reference(
         {"max_total_tokens": 464, "hicache_write_policy": "write_back", "retract_policy": "offload", **_TIERS},
         {
             "chunked_prefill_size": 96,
-            "piecewise_cuda_graph_tokens": (48, 96),
+            "piecewise_cuda_graph_tokens": (92, 96),
             "cuda_graph_bs": [2, 8],
             "debug_cuda_graph": True,
         },
