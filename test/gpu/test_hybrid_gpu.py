@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 from model_parity import save_checkpoint
+from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
 pytestmark = pytest.mark.gpu
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
-NAMES = ("qwen3-next", "kimi-linear", "lfm2")
+NAMES = ("qwen3-next", "kimi-linear", "lfm2", "minicpm-sala")
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hybrid")
-    save_checkpoint(request.param, directory)
+    if request.param == "minicpm-sala":
+        save_sala(directory)
+    else:
+        save_checkpoint(request.param, directory)
     return directory
 
 
@@ -54,7 +58,12 @@ def test_logprobs_are_near_those_of_the_cpu(checkpoint: Path) -> None:
     ],
 )
 def test_company_and_cuts_change_no_bit(checkpoint: Path, flags: dict[str, object]) -> None:
-    same = {"device": "cuda", "dtype": "bfloat16", "model_path": str(checkpoint), "enable_deterministic_inference": True}
+    same = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "model_path": str(checkpoint),
+        "enable_deterministic_inference": True,
+    }
     alone = _told(make_model_driver(**same, disable_radix_cache=True), [[req] for req in _reqs("alone")])
     driver = make_model_driver(**same | flags)
     for name in ("first", "again"):

@@ -690,10 +690,12 @@ def _check_blocks(args: ServerArgs, model: ModelConfig, device: str) -> None:
         f"--kv-cache-dtype {args.kv_cache_dtype}: not supported for the selected blocks of {model.architecture}; leave"
         " it out",
     )
-    require(
-        device != "cuda",
-        f"{model.architecture}: its attention to selected blocks has no kernels for a GPU yet; give --device cpu",
-    )
+    for name in _ATTENTION_BACKENDS if device == "cuda" else ():
+        require(
+            (wanted := getattr(args, name)) in (None, "auto", "triton", _ON_ANY_DEVICE),
+            f"--{name.replace('_', '-')} {wanted}: does not attend to the selected blocks of {model.architecture}; use"
+            " triton, or leave it out",
+        )
 
 
 def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:

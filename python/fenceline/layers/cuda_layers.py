@@ -29,6 +29,7 @@ from fenceline.layers.kernels.triton.recurrence import (
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
 from fenceline.layers.kernels.triton.routing import route, router_logits
+from fenceline.layers.kernels.triton.select_blocks import store_means
 from fenceline.layers.kernels.triton.skinny_gemm import (
     PLAIN,
     Fusion,
@@ -112,6 +113,11 @@ class CudaLayerKernels(LayerKernels):
             return by_head(x, weight, out, self._pdl)
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
+
+    def store_means(
+        self, keys: torch.Tensor, means: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor, group: int
+    ) -> None:
+        store_means(keys, means, positions, out_slots, group)
 
     def grouped_product(
         self,

@@ -8,57 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_cases import BlockSteps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_parity import PagedModel, reference_logits
 from ranks import Ranks
-from sala_reference import ENTRIES, SPARSE, save_sala, selected_blocks
+from sala_reference import ENTRIES, SPARSE, save_sala
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.families import BlocksConfig
-from fenceline.config.kv_layout import KVLayout, group_means, keys_and_values
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import parse_args
-from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.context import torch_context
-from fenceline.layers.forward_batch import AttentionInputs, BlockQueries, ForwardMode
-from fenceline.layers.kernels.base import LayerKernels
-from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.memory_order.guards import first_of_best
+from fenceline.layers.forward_batch import ForwardMode
 
 BACKENDS = (ReferenceAttentionBackend, CpuAttentionBackend, FixedOrderAttentionBackend)
-KV_HEADS, GROUP, DIM, PAGE = 2, 3, 8, 16
-
-
-class _Cache:
-    """Requests of random keys in a pool of which all else is NaN. Keys are stored in steps of random lengths."""
-
-    def __init__(self, seed: int, lengths: list[int], blocks: BlocksConfig) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        rows = keys_and_values(KV_HEADS, DIM, "float32") + group_means(KV_HEADS, DIM, blocks.stride, "float32")
-        pages = [-(-length // PAGE) for length in lengths]
-        self.pool = KVPool(sum(pages) + 1, KVLayout(PAGE, (rows,)), torch.device("cpu"))
-        for row in self.pool.rows[0].values():
-            row[PAGE:] = torch.nan
-        free = (torch.randperm(sum(pages), generator=self.generator) + 1).tolist()
-        self.table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
-        self.keys = [torch.randn(length, KV_HEADS, DIM, generator=self.generator) for length in lengths]
-        for i, (keys, count) in enumerate(zip(self.keys, pages, strict=True)):
-            self.table[i, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
-            first = 0
-            while first < len(keys):
-                end = min(first + int(torch.randint(1, 40, (), generator=self.generator)), len(keys))
-                at = torch.arange(first, end)
-                slots = self.table[i, at // PAGE].long() * PAGE + at % PAGE
-                for name in ("k", "v"):
-                    self.pool.row(0, name)[slots] = keys[first:end]
-                means = self.pool.row(0, "index")
-                LayerKernels().store_means(self.pool.row(0, "k"), means, at, slots, blocks.stride)
-                first = end
 
 
 @settings(deadline=None, max_examples=40)
@@ -80,32 +48,8 @@ def test_queries_select_the_blocks_of_the_definition(
 ) -> None:
     (width, stride, size), (first, local, top_k) = sizes, counts
     blocks = BlocksConfig(size=size, top_k=top_k, first=first, local=local, width=width, stride=stride)
-    sparse = {"kernel_size": width, "kernel_stride": stride, "block_size": size, "topk": top_k - local}
-    sparse |= {"init_blocks": first, "window_size": local * size}
-    cache = _Cache(seed, lengths, blocks)
-    lens = torch.tensor(lengths)
-    new = [1 if decode else min(length, 30) for length in lengths]
-    inputs = AttentionInputs(
-        ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-        cache.table, torch.arange(len(lens)), lens, lens.numpy(), torch.tensor(new).numpy(),
-        torch.tensor([0, *new]).cumsum(0).int(),
-    )  # fmt: skip
-    plan = kind(cache.pool, {0: LayerRules(selects=True)}).plan(inputs)
-    queries = 2 * torch.randn(sum(new), KV_HEADS * GROUP, DIM, generator=cache.generator)
-    chosen = plan.select_blocks(0, BlockQueries(queries, DIM**-0.5, blocks, first_of_best))
-    row = queries[:, :KV_HEADS]  # not read: this step's rows are in the pool
-    found = plan.forward_selected(0, queries, row, row, 0.7, chosen)
-    query = 0
-    for keys, count in zip(cache.keys, new, strict=True):
-        for last in range(len(keys) - count, len(keys)):
-            for head in range(KV_HEADS):
-                own = queries[query, head * GROUP : (head + 1) * GROUP]
-                numbers = selected_blocks(own, keys[: last + 1, head], sparse)
-                seen = torch.arange(last + 1)
-                mine = keys[seen[torch.isin(seen // size, torch.tensor(numbers))], head]
-                expected = torch.softmax(own @ mine.T * 0.7, -1) @ mine
-                torch.testing.assert_close(found[query, head * GROUP : (head + 1) * GROUP], expected)
-            query += 1
+    steps = BlockSteps(seed, lengths, blocks)
+    steps.check(kind(steps.pool, steps.rules), None if decode else [min(length, 30) for length in lengths])
 
 
 # --- the model

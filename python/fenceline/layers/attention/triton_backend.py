@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.families import BlocksConfig
 from fenceline.config.kv_layout import INDEX
 from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
 from fenceline.layers.forward_batch import (
     AttendNew,
     AttentionInputs,
     AttentionPlan,
+    BlockQueries,
     ForwardMode,
     GraphDecodeInputs,
     IndexQueries,
@@ -36,6 +38,7 @@ from fenceline.layers.kernels.triton.decode_attention import (
     query_tiles,
 )
 from fenceline.layers.kernels.triton.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
+from fenceline.layers.kernels.triton.select_blocks import choose_blocks, score_blocks
 from fenceline.layers.kernels.triton.select_tokens import select_tokens
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order.guards import first_of_best
@@ -93,7 +96,8 @@ class TritonAttentionBackend(AttentionBackend):
             while longest + _AHEAD > self._segment * _MOST_SEGMENTS:
                 self._segment *= 2
             self._max_segments = -(-(longest + _AHEAD) // self._segment)
-        self._workspaces: dict[tuple[tuple[int, int], int], DecodeWorkspace] = {}  # by tiles and rows that are merged
+        # By tiles, rows that are merged, and KV heads.
+        self._workspaces: dict[tuple[tuple[int, int], int, int], DecodeWorkspace] = {}
         self.workspace = self._workspace(self._group)
         selects = any(of_layer.selects for of_layer in rules.values())
         self._lists = torch.arange(_MOST_LISTS if selects else 0, device=keys.device)
@@ -258,28 +262,58 @@ class TritonAttentionBackend(AttentionBackend):
             decode_attention(q[some], keys, values, lists, scale, self.workspace, config, rules=rules, out=out[some])
         return out
 
+    def attend_to_blocks(
+        self,
+        scores: torch.Tensor,
+        requests: PagedRequests,
+        blocks: BlocksConfig,
+        layer_id: int,
+        q: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of T queries, each a request of its own, to the tokens that they choose by ``scores`` (see
+        ``score_blocks``) with each key head. A list is the pages of one token of a request with one key head, whose
+        keys are those of the pool with the heads as further slots."""
+        num_kv_heads = self._keys.shape[1]
+        heads = q.contiguous().view(len(q) * num_kv_heads, -1, q.shape[2])
+        out, step = torch.empty_like(heads), max(_MOST_LISTS // num_kv_heads, 1)
+        keys, values = (self.kv_pool.row(layer_id, name).view(-1, 1, q.shape[2]) for name in ("k", "v"))
+        workspace = self._workspace(self._group, 1)
+        for first in range(0, len(q), step):
+            num = min(step, len(q) - first)
+            slots, counts = choose_blocks(scores, requests, blocks, first, num)
+            some = slice(first * num_kv_heads, (first + num) * num_kv_heads)
+            lists = PagedRequests(slots, self._lists[: len(slots)], counts, 1)
+            config = self.decode_config(len(slots))
+            num_workers = min(config.num_workers * num_kv_heads, workspace.max_workers)
+            config = replace(config, launch_pdl=False, num_workers=num_workers)
+            decode_attention(heads[some], keys, values, lists, scale, workspace, config, out=out[some])
+        return out.view(q.shape)
+
     def _plan_decode(self, requests: PagedRequests, longest: int) -> AttentionPlan:
         config = self.decode_config(len(requests.rows))
         return _DecodePlan(self, requests, longest, self.workspace, config, QueryTree(1, 1))
 
-    def _workspace(self, num_rows: int) -> DecodeWorkspace:
-        """The workspace for ``num_rows`` query rows of a request and KV head."""
+    def _workspace(self, num_rows: int, num_kv_heads: int | None = None) -> DecodeWorkspace:
+        """The workspace for ``num_rows`` query rows of a request and KV head. ``num_kv_heads``: the pool's unless
+        given."""
+        num_kv_heads = num_kv_heads or self._keys.shape[1]
         fixed = self._segment > 0
         tiles = query_tiles(num_rows, fixed)
         rows = min(1 << (num_rows - 1).bit_length(), tiles[1]) if fixed else tiles[1]
-        if (tiles, rows) not in self._workspaces:
+        if (tiles, rows, num_kv_heads) not in self._workspaces:
             per_sm = _LATENT_WORKERS_PER_SM if self._shared else _MAX_WORKERS_PER_SM
             per_sm = _FIXED_WORKERS_PER_SM if fixed else per_sm
-            num_kv_heads, head_dim = self._keys.shape[1], self._value_dim
-            max_workers = self._num_workers(per_sm) // tiles[0]
+            head_dim = self._value_dim
+            max_workers = self._num_workers(per_sm) * self._keys.shape[1] // num_kv_heads // tiles[0]
             if fixed:
                 of_worker = 4 * tiles[0] * num_kv_heads * self._max_segments * rows * head_dim
                 max_workers = min(max_workers, _FIXED_WORKSPACE_BYTES // of_worker)
             max_workers = max(max_workers, 1)
-            self._workspaces[tiles, rows] = DecodeWorkspace(
+            self._workspaces[tiles, rows, num_kv_heads] = DecodeWorkspace(
                 num_kv_heads, head_dim, max_workers, self._keys.device, tiles, self._max_segments, rows
             )
-        return self._workspaces[tiles, rows]
+        return self._workspaces[tiles, rows, num_kv_heads]
 
     def _num_workers(self, workers_per_sm: int) -> int:
         return max(self.num_sms * workers_per_sm // self._keys.shape[1], 1)
@@ -292,6 +326,7 @@ class _Plan(AttentionPlan):
     def __init__(self, backend: TritonAttentionBackend, longest: int) -> None:
         """No request has more than ``longest`` tokens."""
         self._backend, self._longest = backend, longest
+        self._blocks: BlocksConfig | None = None  # of the latest scores
 
     @abstractmethod
     def _queries(self) -> tuple[PagedRequests, QueryTree]:
@@ -304,6 +339,17 @@ class _Plan(AttentionPlan):
         rows, num_sms = self._backend.kv_pool.row(layer_id, INDEX), self._backend.num_sms
         return select_tokens(index, rows, *self._queries(), self._longest, num_sms)
 
+    def select_blocks(self, layer_id: int, wanted: BlockQueries) -> Sequence[torch.Tensor]:
+        """The scores by which ``forward_selected`` chooses; none if a query attends to all tokens."""
+        assert wanted.best is first_of_best, "the kernel has no other order (guard tie_order)"
+        self._blocks = wanted.blocks
+        if self._longest <= wanted.blocks.top_k * wanted.blocks.size:
+            return ()
+        (requests, tree), backend = self._queries(), self._backend
+        assert tree.num_queries == 1, "the queries of a verify step select no blocks"
+        means, fixed = backend.kv_pool.row(layer_id, INDEX), backend._segment > 0
+        return (score_blocks(wanted, means, requests, self._longest, backend.num_sms, fixed),)
+
     def forward_selected(
         self,
         layer_id: int,
@@ -315,6 +361,9 @@ class _Plan(AttentionPlan):
     ) -> torch.Tensor:
         if not tokens:
             return self.forward(layer_id, q, k, v, scale)
+        if self._blocks is not None:
+            requests, _ = self._queries()
+            return self._backend.attend_to_blocks(tokens[0], requests, self._blocks, layer_id, q, scale)
         slots, counts = tokens
         return self._backend.attend_to(slots, counts, layer_id, q, scale)
 
