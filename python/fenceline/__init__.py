@@ -14,8 +14,8 @@ __all__ = ["LLM", "Engine", "SamplingParams", "__version__", "demo_model_path"]
 
 
 def demo_model_path(name: str = "demo") -> str:
-    """The directory inside the package that ``--model-path demo`` stands for, or ``demo-moe``, a mixture of experts, or
-    ``demo-tools``, which calls a calculator."""
+    """The directory inside the package that ``--model-path demo`` stands for, or ``demo-moe``, a mixture of experts,
+    ``demo-tools``, which calls a calculator, or ``demo-vision``, which reads pictures."""
     from fenceline.config.model_files import demo_model_path as path
 
     return path(name)

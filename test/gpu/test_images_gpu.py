@@ -13,6 +13,7 @@ from draft_checkpoints import save_vision_draft
 from scheduler_driver import Driver
 from vision_cases import CASES, VISION_MODELS, cases_of, image_request, picture, save_vision_checkpoint, vision_driver
 
+from fenceline import LLM
 from fenceline.config.model_config import ModelConfig
 from fenceline.images.prepare import prepare
 from fenceline.layers.context import Shard, torch_context
@@ -23,6 +24,7 @@ from fenceline.model_executor.step import Encode
 from fenceline.models import vision
 from fenceline.models.loader import load_model
 from fenceline.models.patch_order import Runs, run_bounds
+from fenceline_demo.picture_chat import held_out_pictures
 
 pytestmark = pytest.mark.gpu
 _WINDOWS = ((3, 16), (16 * 70, 64))  # of how many patches: a few at the edges, and whole ones
@@ -125,3 +127,16 @@ def test_a_tower_in_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> N
         made[device] = pool.rows[1:].float().cpu()
     distance = (made["cuda"] - made["cpu"]).norm() / made["cpu"].norm()
     assert 0.0 < distance < 0.05
+
+
+def test_demo_vision_answers_held_out_questions() -> None:
+    """In bfloat16 and captured graphs, many at once. A wrong embedding gives a wrong answer."""
+    items = held_out_pictures(4, 270)
+    model = LLM(model="demo-vision", device="cuda")
+    try:
+        replies = model.chat([item.messages() for item in items], {"temperature": 0.0, "max_tokens": 40})
+    finally:
+        model.llm_engine.shutdown()
+    texts = [reply.outputs[0].text.strip() for reply in replies]
+    wrong = [(item.item_id, text) for item, text in zip(items, texts, strict=True) if text != item.item.answer]
+    assert len(wrong) <= 0.05 * len(items), wrong

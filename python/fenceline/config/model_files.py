@@ -19,7 +19,12 @@ from fenceline.config import ConfigError
 from fenceline.ipc.progress import announced
 
 # The names of demo models and their folders in the package.
-DEMOS = {"demo": "demo_model", "demo-moe": "demo_moe_model", "demo-tools": "demo_tools_model"}
+DEMOS = {
+    "demo": "demo_model",
+    "demo-moe": "demo_moe_model",
+    "demo-tools": "demo_tools_model",
+    "demo-vision": "demo_vision_model",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -28,8 +33,9 @@ _IGNORED = ("original/*", "consolidated*", "onnx/*", "*.onnx*", "openvino/*", "g
 
 
 def demo_model_path(name: str = "demo") -> str:
-    """The directory of a demo model inside the installed package: "demo", "demo-moe" (a mixture of experts) or
-    "demo-tools" (which calls a calculator). Raises ConfigError if it is missing."""
+    """The directory of a demo model inside the installed package: "demo", "demo-moe" (a mixture of experts),
+    "demo-tools" (which calls a calculator) or "demo-vision" (which reads pictures). Raises ConfigError if it
+    is missing."""
     path = Path(__file__).parent.parent / DEMOS[name]
     if not (path / "config.json").is_file():
         raise ConfigError("the demo model is missing from this installation: reinstall the package")

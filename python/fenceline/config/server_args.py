@@ -63,8 +63,8 @@ class ServerArgs:
     model_path: str = _model(
         "",
         "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model that "
-        "ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a calculator). "
-        "Required.",
+        "ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a calculator, "
+        "'demo-vision': one that reads pictures). Required.",
         aliases=("--model",),
     )
     tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id; the model's own unless given.")

@@ -16,6 +16,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from fenceline import demo_model_path
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.images.positions import prompt_axes
 from fenceline.images.prepare import prepare
@@ -264,3 +267,12 @@ def test_accuracy_counts_whole_answers_by_category() -> None:
     items = held_out_pictures(0, 20)
     figures = accuracy(_random_model(), FastEncoder(_tokenizer()), items, 8, torch.device("cpu"))
     assert list(figures) == list(PICTURE_CATEGORIES) and set(figures.values()) == {0.0}
+
+
+def test_what_ships_is_small_and_has_what_was_trained() -> None:
+    folder = Path(demo_model_path("demo-vision"))
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 8_000_000
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).to_str() == _tokenizer().to_str()
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
+    vision = resolve(ServerArgs(model_path="demo-vision", device="cpu")).model.vision
+    assert vision is not None and vision.images == SETTINGS
