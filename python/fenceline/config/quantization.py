@@ -342,8 +342,10 @@ def _lists(listed: tuple[str, ...], module: str) -> bool:
 
 
 def _match(patterns: Sequence[re.Pattern[str]], module: str) -> bool:
-    """Whether one matches ``module``, or one of the names that it has in a model that sees images too."""
+    """Whether one matches ``module``, or one of the names that it has in a model that sees images too, or in
+    Nemotron-H."""
     names = (module, f"language_model.{module}", module.replace("model.", "model.language_model.", 1))
+    names = (*names, module.replace("model.", "backbone.", 1))
     return any(pattern.match(name) for pattern in patterns for name in names)
 
 
@@ -353,7 +355,7 @@ def _parsed(listed: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[s
     with_stars = [entry for entry in listed if "*" in entry and not entry.startswith("re:")]
     patterns += [re.escape(entry).replace(r"\*", ".*") + r"(\.|$)" for entry in with_stars]
     names = {entry for entry in listed if not entry.startswith("re:")}.difference(with_stars)
-    of_text = frozenset(name.replace("language_model.", "", 1) for name in names)
+    of_text = frozenset(re.sub("^backbone", "model", name.replace("language_model.", "", 1)) for name in names)
     return of_text, tuple(re.compile(pattern) for pattern in patterns)
 
 

@@ -106,6 +106,7 @@ OTHERS = [
     *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
     ("glm4-moe", "compressed-tensors-channel"),
     *(("minicpm-sala", name) for name in ("fp8-blocks", "gptq")),
+    *(("nemotron-h-moe", name) for name in ("fp8-blocks", "compressed-tensors-channel", "w8a8", "awq")),
 ]
 
 
@@ -126,6 +127,9 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             if family in ("qwen3-next", "qwen3.5-moe"):  # queries, keys and values of whole blocks
                 sizes = {**sizes, **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)}
                 sizes["layer_types"] = ["linear_attention", "full_attention"]
+            if family == "nemotron-h-moe":  # as many rows for what in_proj makes
+                sizes = {**sizes, "mamba_head_dim": 32, "ssm_state_size": 32, "num_hidden_layers": 4}
+                sizes |= {"moe_shared_expert_intermediate_size": 384}
             save_checkpoint(family, made[family], SIZES | sizes)
         return made[family]
 
@@ -245,6 +249,12 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
         r".*self_attn.*|.*shared_experts.*|.*mlp\.\w+_proj",
     ),
     ("mixtral", "gptq", {"modules_to_not_convert": ["block_sparse_moe"]}, r".*block_sparse_moe.*"),
+    (
+        "nemotron-h-moe",
+        "compressed-tensors-channel",
+        {"ignore": ["backbone.layers.0.mixer.in_proj", r"re:backbone\.layers\.2.*"]},
+        r"backbone\.layers\.0\.mixer\.in_proj|backbone\.layers\.2\..*",
+    ),
     ("qwen3-next", "fp8-blocks", {"modules_to_not_convert": ["mlp.gate", "linear_attn.in_proj_ba"]}, ""),
     (
         "qwen3.5-moe",
