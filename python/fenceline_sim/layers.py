@@ -142,7 +142,8 @@ class LaunchedLayerKernels(LayerKernels):
             routing = _TORCH.route(*args)
             if num_programs == 1:
                 return routing.ids, routing.weights, routing.order, routing.ends
-            counts = [ids.flatten().bincount(minlength=num_experts) for ids in routing.ids.split(_TOKENS_A_PROGRAM)]
+            tiles = routing.ids.split(_TOKENS_A_PROGRAM)
+            counts = [ids.flatten().bincount(minlength=num_experts + 1) for ids in tiles]  # padding has no expert
             return routing.ids, routing.weights, torch.stack(counts)[:, :num_experts]
 
         def place(ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:

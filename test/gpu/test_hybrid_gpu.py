@@ -14,7 +14,7 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 
 pytestmark = pytest.mark.gpu
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
-NAMES = ("qwen3-next", "kimi-linear", "lfm2", "minicpm-sala")
+NAMES = ("qwen3-next", "kimi-linear", "lfm2", "minicpm-sala", "nemotron-h-moe")
 
 
 @pytest.fixture(scope="module", params=NAMES)

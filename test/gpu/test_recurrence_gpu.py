@@ -44,6 +44,32 @@ def test_inputs_and_norm_do_not_depend_on_other_tokens(dtype: torch.dtype) -> No
     assert torch.equal(kernels.gated_norm(x[7:8], gate[7:8], weight, 1e-6), normed[7:8])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_and_norm_of_mamba2_do_not_depend_on_other_tokens(dtype: torch.dtype) -> None:
+    """With the sizes of Nemotron Nano 9B v2."""
+    heads, groups, size, dim = 128, 8, 128, 80
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(300, heads * dim + 2 * groups * size, generator=generator).to(dtype)
+    dt = torch.randn(300, heads + 8, generator=generator).to(dtype)[:, 8:]
+    vectors = torch.randn(3, heads, generator=generator)
+    gates = reference.MambaGates(*vectors, groups, size, (0.0, float("inf")))
+    on_gpu = reference.MambaGates(*vectors.cuda(), groups, size, (0.0, float("inf")))
+    found = kernels.mamba_inputs(mixed.cuda(), dt.cuda(), on_gpu)
+    one = kernels.mamba_inputs(mixed[7:8].cuda(), dt[7:8].cuda(), on_gpu)
+    for ours, alone, theirs in zip(found, one, reference.mamba_inputs(mixed, dt, gates), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5)
+        assert torch.equal(ours[7:8], alone)
+    x, gate = found[2].view(300, groups, -1), torch.randn(300, heads * dim, generator=generator).to(dtype).cuda()
+    gate, weight = gate.unflatten(1, (groups, -1)), torch.randn(groups, heads * dim // groups, generator=generator)
+    weight, inputs = weight.to(dtype).cuda(), mixed.cuda()[:, : heads * dim].unflatten(1, (heads, dim))
+    normed = kernels.gated_norm(x, gate, weight, 1e-5, skip=(inputs, on_gpu.skip))
+    expected = reference.gated_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-5, skip=(inputs.cpu(), gates.skip))
+    torch.testing.assert_close(normed.cpu(), expected, atol=1e-5 if dtype == torch.float32 else 3e-2, rtol=2e-2)
+    own = slice(7, 8)
+    alone = kernels.gated_norm(x[own], gate[own], weight, 1e-5, skip=(inputs[own], on_gpu.skip))
+    assert torch.equal(alone, normed[own])
+
+
 def test_a_decode_step_in_a_graph_has_the_same_bits() -> None:
     """Its slots and positions are what they are when the graph is replayed."""
     kind = LARGE[0]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from model_parity import save_checkpoint
 from ring_transfers import ring_transfers
-from scheduler_driver import answers
+from scheduler_driver import answers, make_model_driver, request
 from tiny_model import tiny_driver, tiny_requests
 
+from fenceline.layers.context import Shard
 from fenceline.memory_order import MaskTable
 from fenceline.memory_order.edges import RING_EDGES
 from fenceline_sim import Script, Turn, VgpuDevice, VgpuError, VirtualGpu, use
@@ -52,6 +55,20 @@ def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
     answers(driver, tiny_requests())
     driver.answers.clear()
     assert [len(tokens) for tokens in answers(driver, tiny_requests())] == [6, 7, 8, 9, 10]
+
+
+def test_layers_of_one_branch_are_silent(tmp_path: Path) -> None:
+    """Mamba2, attention, experts and MLPs, each in a layer of its own, whole and in pieces and graphs."""
+    save_checkpoint("nemotron-h-moe", tmp_path)
+
+    def told(**flags: object) -> list[list[int]]:
+        driver = make_model_driver(model_path=str(tmp_path), num_rows=4, max_total_tokens=512, **flags)  # type: ignore[arg-type]
+        return answers(
+            driver, [request(str(n), list(range(2, 2 + n)), temperature=0.0, max_new_tokens=6) for n in (5, 66, 90)]
+        )
+
+    for flags in ({}, {"chunked_prefill_size": 96, "piecewise_cuda_graph_tokens": (96,), "cuda_graph_bs": (2, 4)}):
+        assert told(rank=(VgpuDevice(gpu=VirtualGpu(seed=1)), Shard()), **flags) == told()
 
 
 def test_a_seed_and_a_trace_repeat_a_run_of_the_engine() -> None:

@@ -197,6 +197,7 @@ def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Pa
         ("qwen2-moe", "num_experts"),
         ("glm4-moe", "n_routed_experts"),
         ("gpt-oss", "num_local_experts"),
+        ("nemotron-h-moe", "n_routed_experts"),
     ],
 )
 @pytest.mark.parametrize(("size", "ep_size"), [(2, 2), (4, 2), (4, 4)])
@@ -238,7 +239,8 @@ def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama-tied-biased", "qwen3", "qwen2-moe", "qwen3-moe-mixed", "qwen3-next", "qwen3.5", "kimi-linear", "lfm2"],
+    ["llama-tied-biased", "qwen3", "qwen2-moe", "qwen3-moe-mixed", "qwen3-next", "qwen3.5", "kimi-linear", "lfm2"]
+    + ["nemotron-h-moe"],
 )
 def test_a_forward_in_pieces_equals_the_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(name, tmp_path)
