@@ -217,7 +217,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     _check_images(args, model, device, chunk and min(chunk, max_prefill_tokens))
     max_running_requests = _max_running_requests(args, device, model.context_length)
-    _check_states(args, model, device, max_running_requests)
+    _check_states(args, model, max_running_requests)
     _check_blocks(args, model, device)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
@@ -654,7 +654,7 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
     return max(limit, 1)
 
 
-def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running_requests: int) -> None:
+def _check_states(args: ServerArgs, model: ModelConfig, max_running_requests: int) -> None:
     """Raises ConfigError for what a model with recurrent layers cannot be served with, or another has no use for."""
     size, ratio = args.max_mamba_cache_size, args.mamba_full_memory_ratio
     if not model.recurrent_layers:
@@ -671,9 +671,6 @@ def _check_states(args: ServerArgs, model: ModelConfig, device: str, max_running
         (args.speculative_algorithm is not None, "--speculative-algorithm"),
     ):
         require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")
-    require(
-        device != "cuda", f"{model.architecture}: its recurrent layers have no kernels for a GPU yet; give --device cpu"
-    )
 
 
 def _check_blocks(args: ServerArgs, model: ModelConfig, device: str) -> None:
