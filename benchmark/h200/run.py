@@ -235,7 +235,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="all: 0.6b and 8b")
-    parser.add_argument("--load", default="all", choices=["all", *ALL_LOADS], help="requests at a time")
+    parser.add_argument("--load", nargs="+", choices=list(ALL_LOADS), help="requests at a time (default: all)")
     parser.add_argument("--server-args", default="", help="more flags for the server, as one word")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = ["0.6b", "8b"] if args.shape == "all" else [args.shape]
     rows: list[Row] = []
     for shape in shapes:
-        for row in run_shape(shape, loads_of(shape) if args.load == "all" else [args.load], args):
+        for row in run_shape(shape, args.load or loads_of(shape), args):
             rows.append(row)  # the file is written at once, so that the row is kept if a later load fails
             print(table_row(row), *([row.error] if row.error else []), sep="\n", flush=True)
             (args.out / "result.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
