@@ -273,10 +273,7 @@ class ServerArgs:
 
     # HiCache
     enable_hierarchical_cache: bool = _hicache(
-        False,
-        "Keep KV pages in host memory too, as a second tier of the prefix cache: pages that were evicted from the "
-        "device are copied back instead of being computed again.",
-        aliases=("--enable-hicache",),
+        False, "Keep KV pages in host memory too, as a second tier of the prefix cache.", aliases=("--enable-hicache",)
     )
     hicache_ratio: float = _hicache(
         2.0,
@@ -293,9 +290,8 @@ class ServerArgs:
     )
     hicache_io_backend: str | None = _hicache(
         None,
-        "How pages are copied between device and host: direct by the copy engine, kernel by a copy kernel (of "
-        "fenceline_kernel), which slows down others. Unless given, direct; kernel where pages have one token, the "
-        "package is installed and attention is not persistent.",
+        "How pages are copied between device and host: direct by the copy engine, kernel by a copy kernel, which slows "
+        "down others. Unless given, direct, or kernel where pages have one token and attention is not persistent.",
         choices=("kernel", "direct"),
         refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},
     )
@@ -350,9 +346,8 @@ class ServerArgs:
     # Speculative decoding
     speculative_algorithm: str | None = _speculation(
         None,
-        "What proposes tokens for the model to verify; no answer changes by it: a small layer that reads hidden states "
-        "(EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a small model with the same vocabulary "
-        "(STANDALONE).",
+        "What proposes tokens for the model to verify: a layer that reads hidden states (EAGLE, EAGLE3), layers in the "
+        "model's own checkpoint (NEXTN), or a small model (STANDALONE).",
         choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
         refused={
             "NGRAM": "there is no look-up of earlier text: use STANDALONE or EAGLE3",
@@ -526,9 +521,8 @@ class ServerArgs:
     )
     memory_check: str = _runtime(
         "off",
-        "How memory is watched: order keeps vector clocks of host and streams and refuses a step that would access "
-        "memory in no order with an earlier one, naming both and the missing edge; full lets the device compare tags "
-        "of the KV pages in every step, naming request, page, step and last writer. See docs/use/debugging.md.",
+        "How memory is watched: order refuses a step that would access memory in no order with an earlier one, full "
+        "lets the device compare tags of the KV pages in every step. See docs/use/debugging.md.",
         choices=("off", "order", "full"),
     )
 
