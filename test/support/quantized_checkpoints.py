@@ -19,7 +19,8 @@ LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "
 LINEARS += ("qkv_proj", "gate_up_proj", ".w1", ".w2", ".w3")  # fused matrices, and those of some experts
 LINEARS += ("z_proj", "o_gate")  # gates of MiniCPM-SALA
 LINEARS += ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")  # of gated delta nets, without their gates
-LINEARS += (".in_proj",)  # of Mamba2
+LINEARS += (".in_proj",)  # of Mamba2 and short convolutions
+LINEARS += ("f_a_proj", "g_a_proj", "f_b_proj", "g_b_proj", "attn.b_proj")  # gates of Kimi delta attention
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 

@@ -755,7 +755,8 @@ class Family:
     ``computed`` has entries of which only these values are computed; others are refused, except for null. ``vision``
     returns the tower of a model that reads images, from the whole config.json and the model's directory; None: models
     of the family read texts alone. ``recurrent`` returns the layers that carry a state, and gets the number of layers.
-    ``renamed`` returns the entries of a published file as transformers writes them.
+    ``renamed`` returns the entries of a published file as transformers writes them. ``stored_names``: parts of names in
+    checkpoints, with the dots around them, and what we call them.
     """
 
     head_dim: int | None = None
@@ -786,6 +787,7 @@ class Family:
     vision: Callable[[Mapping[str, object], Path], VisionConfig | None] | None = None
     recurrent: Callable[[ConfigReader, int], RecurrentConfig] | None = None
     renamed: Callable[[Mapping[str, object]], dict[str, object]] = dict
+    stored_names: Mapping[str, str] = field(default_factory=dict)
 
 
 _ERNIE_4_5 = Family(
@@ -924,7 +926,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GraniteForCausalLM": Family(multipliers=_granite_multipliers),
         "KimiLinearForCausalLM": Family(
             rms_norm_eps=1e-5,
-            quantized=(),
             activation_key=None,
             computed={
                 "hidden_act": ("silu",),
@@ -938,16 +939,28 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             latent=_kimi_latent,
             recurrent=_kimi_delta,
             renamed=_kimi_linear_renamed,
+            # The mixer's usual name: transformers writes this one for dense MLPs too.
+            stored_names={".block_sparse_moe.": ".mlp."},
         ),
         "Lfm2ForCausalLM": Family(
             rms_norm_eps=1e-5,
             rope_theta=1e6,
             tied=True,
-            quantized=(),
             activation_key=None,
             switches=("conv_bias",),
             recurrent=_lfm2_convolutions,
             renamed=_lfm2_renamed,
+            stored_names={
+                ".self_attn.out_proj.": ".self_attn.o_proj.",
+                ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+                ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+                ".feed_forward.w1.": ".mlp.gate_proj.",
+                ".feed_forward.w3.": ".mlp.up_proj.",
+                ".feed_forward.w2.": ".mlp.down_proj.",
+                ".operator_norm.": ".input_layernorm.",
+                ".ffn_norm.": ".post_attention_layernorm.",
+                ".embedding_norm.": ".norm.",
+            },
         ),
         "LlamaForCausalLM": Family(),
         "MiMoForCausalLM": Family(windows=_qwen_windows),
@@ -1004,6 +1017,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             experts=_nemotron_h_experts,
             recurrent=_mamba2,
             renamed=_nemotron_h_renamed,
+            stored_names={"backbone.": "model.", ".embeddings.": ".embed_tokens.", ".norm_f.": ".norm."},
         ),
         "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5),
         "Olmo3ForCausalLM": Family(

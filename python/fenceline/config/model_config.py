@@ -237,7 +237,10 @@ class ModelConfig:
         reader = ConfigReader(hf)
         experts_format = read_mxfp4(hf, quantization) if family.mxfp4 else None
         quantization_config = None if experts_format else read_quantization(hf, directory, quantization)
-        formats = () if quantization_config is None else quantization_config.formats
+        formats: tuple[QuantConfig, ...] = ()
+        if quantization_config is not None:
+            quantization_config = quantization_config.with_names(family.stored_names)
+            formats = quantization_config.formats
         if unserved := [each.kind for each in formats if each.kind not in family.quantized]:
             raise ConfigError(
                 f"{architecture}: weights of this family in {unserved[0]} are not supported"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class QuantConfig:
     FP8.
 
     ``plain`` lists the modules that the checkpoint leaves unquantised. ``only``, if it is not empty, lists those that
-    are quantised: the others are plain, or have one of the formats ``others``.
+    are quantised: the others are plain, or have one of the formats ``others``. ``stored_names``: see ``Family``.
     """
 
     method: str
@@ -77,13 +77,18 @@ class QuantConfig:
     plain: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     others: tuple[QuantConfig, ...] = ()
+    stored_names: tuple[tuple[str, str], ...] = ()
 
     def of(self, module: str) -> QuantConfig | None:
         """The format of the linear layer ``module`` (such as ``model.layers.0.mlp.up_proj``); None: it is not
         quantised. The entries of the lists are names or parts of names that consist of whole components, in which ``*``
         stands for anything, or regular expressions after ``re:``, which must match from the name's beginning."""
+        stored = f"{module}."
+        for theirs, ours in self.stored_names:
+            stored = stored.replace(ours, theirs)
+        names = {module, stored[:-1]}
         for config in self.formats:
-            if not _lists(config.plain, module) and (not config.only or _lists(config.only, module)):
+            if not _lists(config.plain, names) and (not config.only or _lists(config.only, names)):
                 return config
         return None
 
@@ -91,6 +96,11 @@ class QuantConfig:
     def formats(self) -> tuple[QuantConfig, ...]:
         """This format and ``others``."""
         return (self, *self.others)
+
+    def with_names(self, stored_names: Mapping[str, str]) -> QuantConfig:
+        """The same formats, with these ``stored_names``."""
+        others = tuple(other.with_names(stored_names) for other in self.others)
+        return dataclasses.replace(self, stored_names=tuple(stored_names.items()), others=others)
 
     def on_line(self) -> QuantConfig:
         """The same format, made from plain weights, which dummy weights are."""
@@ -326,7 +336,12 @@ def _check_patterns(name: str, listed: Sequence[str]) -> None:
             raise _refusal(name, f"except {pattern!r}, which is no regular expression ({error})") from None
 
 
-def _lists(listed: tuple[str, ...], module: str) -> bool:
+def _lists(listed: tuple[str, ...], names: Iterable[str]) -> bool:
+    """Whether it names a module that has several names."""
+    return any(_names(listed, name) for name in names)
+
+
+def _names(listed: tuple[str, ...], module: str) -> bool:
     names, patterns = _parsed(listed)
     if not names.isdisjoint(_runs(module)) or _match(patterns, module):
         return True
@@ -342,10 +357,8 @@ def _lists(listed: tuple[str, ...], module: str) -> bool:
 
 
 def _match(patterns: Sequence[re.Pattern[str]], module: str) -> bool:
-    """Whether one matches ``module``, or one of the names that it has in a model that sees images too, or in
-    Nemotron-H."""
+    """Whether one matches ``module``, or one of the names that it has in a model that sees images too."""
     names = (module, f"language_model.{module}", module.replace("model.", "model.language_model.", 1))
-    names = (*names, module.replace("model.", "backbone.", 1))
     return any(pattern.match(name) for pattern in patterns for name in names)
 
 
@@ -355,7 +368,7 @@ def _parsed(listed: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[s
     with_stars = [entry for entry in listed if "*" in entry and not entry.startswith("re:")]
     patterns += [re.escape(entry).replace(r"\*", ".*") + r"(\.|$)" for entry in with_stars]
     names = {entry for entry in listed if not entry.startswith("re:")}.difference(with_stars)
-    of_text = frozenset(re.sub("^backbone", "model", name.replace("language_model.", "", 1)) for name in names)
+    of_text = frozenset(name.replace("language_model.", "", 1) for name in names)
     return of_text, tuple(re.compile(pattern) for pattern in patterns)
 
 

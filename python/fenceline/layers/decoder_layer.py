@@ -205,13 +205,18 @@ class RecurrentMixer(TokenMixer):
     of a forward it runs where attention does."""
 
     in_proj: ColumnParallelLinear
+    gates_proj: ColumnParallelLinear | None = None
+    """The last projections, if they may be stored in another format than ``in_proj``, else None: it has them too."""
 
     def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x → in_proj(norm(x)), [T, width]."""
-        return self.normed_product(self.in_proj, x, batch, self._own_buffer(batch))
-
-    def _own_buffer(self, batch: ForwardBatch) -> torch.Tensor | None:
-        return None if batch.buffers is None else batch.buffers.tensors[self._projected_buffer]
+        """x → in_proj(norm(x)), then gates_proj(norm(x)), [T, width]."""
+        out = None if batch.buffers is None else batch.buffers.tensors[self._projected_buffer]
+        if self.gates_proj is None:
+            return self.normed_product(self.in_proj, x, batch, out)
+        normed = batch.normed.pop(self.input_norm, None)
+        if normed is None:
+            normed = x if self.input_norm is None else self.input_norm.forward(x)
+        return torch.cat((self.in_proj.forward(normed), self.gates_proj.forward(normed)), 1, out=out)
 
     @abstractmethod
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:

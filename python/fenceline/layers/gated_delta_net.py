@@ -42,8 +42,9 @@ class GatedDeltaNet(RecurrentMixer):
             gates = dict.fromkeys(("in_proj_b", "in_proj_a"), self.sizes.num_heads)
         # Quantised checkpoints may leave the gates plain.
         groups = [matrices | gates] if context.format is None else [matrices, gates]
-        self.in_projs = [MergedColumnParallelLinear(config.hidden_size, group, False, context) for group in groups]
-        width = sum(sum(linear.sizes) for linear in self.in_projs)
+        made = [MergedColumnParallelLinear(config.hidden_size, group, False, context) for group in groups]
+        self.in_proj, self.gates_proj = made[0], made[1] if len(made) > 1 else None
+        width = sum(size for linear in made for size in linear.sizes)
         layout = HeadLayout(heads, heads, self.sizes.value_dim)
         super().__init__(site, norms, layout, width, LayerRules(), 1.0)
         self.conv_weight = torch.empty(sum(self._parts), self.sizes.taps, dtype=context.dtype)
@@ -58,16 +59,6 @@ class GatedDeltaNet(RecurrentMixer):
             state_layout.convolution(sum(self._parts), self.sizes.taps, dtype),
             state_layout.recurrence(heads, key_heads, self.sizes.key_dim, self.sizes.value_dim),
         )
-
-    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x → q, k, v, z, b and a of the checkpoint's matrices, [T, width]."""
-        out = self._own_buffer(batch)
-        if len(self.in_projs) == 1:
-            return self.normed_product(self.in_projs[0], x, batch, out)
-        normed = batch.normed.pop(self.input_norm, None)
-        if normed is None:
-            normed = x if self.input_norm is None else self.input_norm.forward(x)
-        return torch.cat([linear.forward(normed) for linear in self.in_projs], 1, out=out)
 
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         mixed, z, a, b = self._split(projected)
@@ -94,8 +85,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = {**self.out_proj.weight_slots(prefix), **self.norm.weight_slots(f"{prefix}norm")}
-        for linear in self.in_projs:
-            slots |= linear.weight_slots(prefix)
+        for linear in (self.in_proj, self.gates_proj):
+            slots |= {} if linear is None else linear.weight_slots(prefix)
         first = self.heads.num_heads * self.shard.rank
         for name, values in (("A_log", self.gates.a_log), ("dt_bias", self.gates.dt_bias)):
             slots[prefix + name] = WeightSlot(values, (self.sizes.num_heads,), 0, first)

@@ -29,11 +29,15 @@ class KimiDeltaAttention(RecurrentMixer):
         dim, rank = self.sizes.key_dim, self.shard.rank
         heads = self.shard.divide(self.sizes.num_heads, "heads of recurrent layers")
         full, own = self.sizes.num_heads * dim, heads * dim
-        parts = [ColumnPart(name, full, own, rank) for name in ("q_proj", "k_proj", "v_proj")]
-        parts.append(ColumnPart("b_proj", self.sizes.num_heads, heads, rank))
-        parts += [ColumnPart(name, dim, dim, 0) for name in ("f_a_proj", "g_a_proj")]
-        self.in_proj = ColumnParallelLinear(config.hidden_size, parts, False, context)
-        super().__init__(site, norms, HeadLayout(heads, heads, dim), sum(self.in_proj.sizes), LayerRules(), 1.0)
+        matrices = [ColumnPart(name, full, own, rank) for name in ("q_proj", "k_proj", "v_proj")]
+        gates = [ColumnPart(name, dim, dim, 0) for name in ("f_a_proj", "g_a_proj")]
+        gates.append(ColumnPart("b_proj", self.sizes.num_heads, heads, rank))
+        # Quantised checkpoints may leave the gates plain.
+        groups = [matrices + gates] if context.format is None else [matrices, gates]
+        made = [ColumnParallelLinear(config.hidden_size, group, False, context) for group in groups]
+        self.in_proj, self.gates_proj = made[0], made[1] if len(made) > 1 else None
+        width = sum(part.size for group in groups for part in group)
+        super().__init__(site, norms, HeadLayout(heads, heads, dim), width, LayerRules(), 1.0)
         self.f_b_proj, self.g_b_proj = (
             MergedColumnParallelLinear(dim, {name: full}, False, context) for name in ("f_b_proj", "g_b_proj")
         )
@@ -50,7 +54,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         heads, dim = self.heads.num_heads, self.sizes.key_dim
-        mixed, b, decay, gate = projected.split((3 * heads * dim, heads, dim, dim), 1)
+        mixed, decay, gate, b = projected.split((3 * heads * dim, dim, dim, heads), 1)
         mixed = self._kernels.short_convolution(mixed.contiguous(), self.conv_weight, None, True, state, rows)
         a = self.f_b_proj.forward(decay.contiguous())
         q, k, v, decays, beta = self._kernels.delta_inputs(mixed, a, b, self.gates)
@@ -63,8 +67,8 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = {**self.o_proj.weight_slots(prefix), **self.o_norm.weight_slots(f"{prefix}o_norm")}
-        for linear in (self.in_proj, self.f_b_proj, self.g_b_proj):
-            slots |= linear.weight_slots(prefix)
+        for linear in (self.in_proj, self.gates_proj, self.f_b_proj, self.g_b_proj):
+            slots |= {} if linear is None else linear.weight_slots(prefix)
         heads, dim, rank = self.heads.num_heads, self.sizes.key_dim, self.shard.rank
         all_heads = self.sizes.num_heads
         slots[f"{prefix}A_log"] = WeightSlot(

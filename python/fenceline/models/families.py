@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from fenceline.config.config_reader import ConfigReader
+from fenceline.config.families import FAMILIES
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.block_attention import BlockSparseAttention
 from fenceline.layers.context import LayerContext
@@ -116,6 +117,18 @@ def _qwen3_5_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
+def _renamed(architecture: str) -> Callable[[Weights], Weights]:
+    """A function that gives tensors the names that we use for those of their checkpoint, ``_without_mtp``."""
+
+    def renamed(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _without_mtp(weights):
+            for stored, ours in FAMILIES[architecture].stored_names.items():
+                name = name.replace(stored, ours)
+            yield name, tensor
+
+    return renamed
+
+
 def _without_mtp(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """Without the layers that predict further tokens, as Qwen has named them since Qwen3-Next."""
     return ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
@@ -172,11 +185,6 @@ def _kimi_linear(site: LayerSite) -> DecoderLayer:
     return DecoderLayer(attention, _mixer(site, names))
 
 
-def _kimi_linear_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Experts have the mixer's usual name: transformers writes their name for dense MLPs too."""
-    return ((name.replace(".block_sparse_moe.", ".mlp."), tensor) for name, tensor in weights)
-
-
 def _lfm2(site: LayerSite) -> DecoderLayer:
     """LFM2 (Liquid AI, 2025, arXiv:2511.23404): gated short convolutions, and attention with normalised heads in some
     layers."""
@@ -186,27 +194,6 @@ def _lfm2(site: LayerSite) -> DecoderLayer:
     else:
         attention = SelfAttention(site, qk_norm=True)
     return DecoderLayer(attention, GatedMLP(site))
-
-
-_LFM2_NAMES = {
-    ".self_attn.out_proj.": ".self_attn.o_proj.",
-    ".self_attn.q_layernorm.": ".self_attn.q_norm.",
-    ".self_attn.k_layernorm.": ".self_attn.k_norm.",
-    ".feed_forward.w1.": ".mlp.gate_proj.",
-    ".feed_forward.w3.": ".mlp.up_proj.",
-    ".feed_forward.w2.": ".mlp.down_proj.",
-    ".operator_norm.": ".input_layernorm.",
-    ".ffn_norm.": ".post_attention_layernorm.",
-    "model.embedding_norm.": "model.norm.",
-}
-
-
-def _lfm2_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors under the usual names."""
-    for name, tensor in weights:
-        for theirs, ours in _LFM2_NAMES.items():
-            name = name.replace(theirs, ours)
-        yield name, tensor
 
 
 class _NemotronHAttention(SelfAttention):
@@ -226,17 +213,6 @@ def _nemotron_h(site: LayerSite) -> DecoderLayer | Branch:
         return PlainMLP(site, "mixer", config.mlp_bias, norms)
     correction = "gate.e_score_correction_bias"
     return ExpertsMLP(site, ExpertNames("mixer", gate=None, shared="shared_experts", correction=correction), norms)
-
-
-_NEMOTRON_H_NAMES = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
-
-
-def _nemotron_h_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors under the usual names."""
-    for name, tensor in _without_mtp(weights):
-        for theirs, ours in _NEMOTRON_H_NAMES.items():
-            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-        yield name, tensor
 
 
 def _minicpm3(site: LayerSite) -> DecoderLayer:
@@ -385,8 +361,8 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "GlmMoeDsaForCausalLM": Architecture(_deepseek),
         "GptOssForCausalLM": Architecture(_gpt_oss),
         "GraniteForCausalLM": Architecture(_llama),
-        "KimiLinearForCausalLM": Architecture(_kimi_linear, _kimi_linear_weights),
-        "Lfm2ForCausalLM": Architecture(_lfm2, _lfm2_weights),
+        "KimiLinearForCausalLM": Architecture(_kimi_linear, _renamed("KimiLinearForCausalLM")),
+        "Lfm2ForCausalLM": Architecture(_lfm2, _renamed("Lfm2ForCausalLM")),
         "LlamaForCausalLM": Architecture(_llama),
         "MiMoForCausalLM": Architecture(_qwen2),
         "MiniMaxM2ForCausalLM": Architecture(_minimax_m2),
@@ -394,7 +370,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "MiniCPMSALAForCausalLM": Architecture(_minicpm_sala),
         "MistralForCausalLM": Architecture(_plain),
         "MixtralForCausalLM": Architecture(_mixtral),
-        "NemotronHForCausalLM": Architecture(_nemotron_h, _nemotron_h_weights),
+        "NemotronHForCausalLM": Architecture(_nemotron_h, _renamed("NemotronHForCausalLM")),
         "Olmo2ForCausalLM": Architecture(_olmo2),
         "Olmo3ForCausalLM": Architecture(_olmo2),
         "Phi3ForCausalLM": Architecture(_plain),

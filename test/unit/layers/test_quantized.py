@@ -98,6 +98,14 @@ SALA: dict[str, object] = {
     "lightning_nkv": 8,
     "lightning_head_dim": 32,
 }
+KIMI = {
+    **LATENT,
+    "q_lora_rank": None,
+    "intermediate_size": 256,
+    "linear_num_heads": 8,
+    "linear_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 OTHERS = [
     *(("deepseek-v2", name) for name in FORMATS),
     *((family, name) for family in ("deepseek-v3.2", "glm-5") for name in FP8_FORMATS),
@@ -105,6 +113,8 @@ OTHERS = [
     *((family, name) for family in ("qwen3-moe", "mixtral") for name in FORMATS),
     *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
     ("glm4-moe", "compressed-tensors-channel"),
+    *((family, name) for family in ("kimi-linear", "lfm2") for name in ("fp8-blocks", "fp8-static", "w8a8", "awq")),
+    *((family, name) for family in ("kimi-linear", "lfm2") for name in ("gptq", "compressed-tensors-int4")),
     *(("minicpm-sala", name) for name in ("fp8-blocks", "gptq")),
     *(("nemotron-h-moe", name) for name in ("fp8-blocks", "compressed-tensors-channel", "w8a8", "awq")),
 ]
@@ -130,6 +140,10 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             if family == "nemotron-h-moe":  # as many rows for what in_proj makes
                 sizes = {**sizes, "mamba_head_dim": 32, "ssm_state_size": 32, "num_hidden_layers": 4}
                 sizes |= {"moe_shared_expert_intermediate_size": 384}
+            if family == "kimi-linear":
+                sizes = KIMI
+            if family == "lfm2":
+                sizes = {**dense, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]}
             save_checkpoint(family, made[family], SIZES | sizes)
         return made[family]
 
@@ -256,6 +270,20 @@ PARTLY_PLAIN: list[tuple[str, str, Mapping[str, object], str]] = [
         r"backbone\.layers\.0\.mixer\.in_proj|backbone\.layers\.2\..*",
     ),
     ("qwen3-next", "fp8-blocks", {"modules_to_not_convert": ["mlp.gate", "linear_attn.in_proj_ba"]}, ""),
+    (
+        "kimi-linear",
+        "fp8-blocks",
+        {"modules_to_not_convert": ["block_sparse_moe.shared_experts", "f_a_proj", "g_a_proj", "b_proj", "kv_b_proj"]},
+        r".*shared_experts.*|.*\.(f_a|g_a|b|kv_b)_proj",
+    ),
+    (
+        "kimi-linear",
+        "compressed-tensors-int4",
+        {"ignore": ["re:.*self_attn.*", r"re:.*block_sparse_moe\.shared_experts.*"]},
+        r".*self_attn.*|.*shared_experts.*",
+    ),
+    ("lfm2", "fp8-static", {"ignored_layers": ["feed_forward.w2", "self_attn.out_proj"]}, r".*\.w2|.*attn\.out_proj"),
+    ("lfm2", "compressed-tensors-int4", {"ignore": [r"re:.*conv\.in_proj"]}, r".*conv\.in_proj"),
     (
         "qwen3.5-moe",
         "fp8-blocks",
