@@ -25,7 +25,8 @@ _NO_EFFECT = frozenset(
         "hidden_dropout", "hidden_dropout_prob", "dropout", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "pretraining_tp", "use_mtp", "moe_aux_loss_lambda", "moe_capacity",
         "moe_use_aux_free", "input_jitter_noise", "aux_loss_alpha", "seq_aux", "ep_size", "shift_labels",
-        "mup_denominator",
+        "mup_denominator", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+        "conv_use_xavier_init",
         # They say what a call of transformers returns, and how it computes the same numbers.
         "use_cache", "output_hidden_states", "output_attentions", "return_dict", "return_dict_in_generate",
         "chunk_size_feed_forward", "tie_last_hidden_states", "_attn_implementation", "attn_implementation",
@@ -41,7 +42,7 @@ _NO_EFFECT = frozenset(
         # They repeat others in the words of the checkpoint's authors.
         "experts_per_token", "initial_context_length", "mlp_intermediate_size", "num_mtp_modules",
         "mtp_transformer_layers", "use_routing_bias", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
-        "block_dim", "num_heads",
+        "block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads",
         # They are read with a tower; texts have the same position on all axes.
         "rope_parameters.mrope_section", "rope_parameters.mrope_interleaved",
         # It counts only with use_sliding_window.

@@ -478,6 +478,12 @@ _KIMI_LINEAR_NAMES: Mapping[str, str] = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
+# Those inside linear_attn_config.
+_KDA_NAMES: Mapping[str, str] = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
 
 
 def _kimi_linear_renamed(hf: Mapping[str, object]) -> dict[str, object]:
@@ -486,19 +492,17 @@ def _kimi_linear_renamed(hf: Mapping[str, object]) -> dict[str, object]:
     inside = entries.pop("linear_attn_config", None)
     if not isinstance(inside, Mapping):
         return entries
-    own = {
-        "linear_head_dim": inside.get("head_dim"),
-        "linear_num_heads": inside.get("num_heads"),
-        "linear_conv_kernel_dim": inside.get("short_conv_kernel_size"),
-    }
+    own = {_KDA_NAMES.get(key, key): value for key, value in inside.items() if value is not None}
+    own.pop("full_attn_layers", None)  # the others
     layers, num_layers = (
-        ConfigReader(inside).numbers("kda_layers"),
+        ConfigReader(own).numbers("kda_layers"),
         ConfigReader(hf).size("num_hidden_layers", most=10_000),
     )
     if layers and not entries.get("layer_types"):
         kinds = ["linear_attention" if i + 1 in layers else "full_attention" for i in range(num_layers)]
         own["layer_types"] = kinds
-    return entries | {key: value for key, value in own.items() if value is not None}
+    own.pop("kda_layers", None)
+    return entries | own
 
 
 def _kimi_delta(reader: ConfigReader, num_layers: int) -> RecurrentConfig:
@@ -933,6 +937,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe_layer_freq": (1,),
                 "moe_router_activation_func": ("sigmoid",),
                 "use_grouped_topk": (True,),
+                # Later models of Moonshot AI have these under the same architecture.
+                "attn_res_block_size": (),
+                "gate_lower_bound": (),
+                "mla_use_output_gate": (False,),
+                "routed_expert_hidden_size": (),
+                "use_full_rank_gate": (False,),
             },
             unrotated=_all_unrotated,
             experts=partial(_glm_experts, scaling=2.446),
@@ -948,6 +958,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tied=True,
             activation_key=None,
             switches=("conv_bias",),
+            computed={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
             recurrent=_lfm2_convolutions,
             renamed=_lfm2_renamed,
             stored_names={

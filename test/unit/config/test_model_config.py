@@ -468,6 +468,26 @@ def test_published_configs_are_read(name: str, tmp_path: Path, caplog: pytest.Lo
     assert caplog.text == ""  # no entry is unknown
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        {"linear_attn_config": {"use_full_rank_gate": True}},
+        {"mla_use_output_gate": True},
+        {"routed_expert_hidden_size": 3584},
+        {"attn_res_block_size": 12},
+        {"hidden_act": "situ"},
+    ],
+)
+def test_what_later_models_of_kimi_linear_have_is_refused(entries: Json, tmp_path: Path) -> None:
+    config: Json = PUBLISHED["Kimi-Linear-48B-A3B"]["config"]
+    inside = entries.get("linear_attn_config", {})
+    changed = config | entries | {"linear_attn_config": config["linear_attn_config"] | inside}
+    (name,) = inside or entries
+    with pytest.raises(ValueError, match=f"{name} .* is not supported"):
+        ModelConfig.from_dir(write(tmp_path, changed))
+
+
 def test_towers_of_published_configs_are_read(tmp_path: Path) -> None:
     found = {}
     for name, published in PUBLISHED.items():

@@ -1,15 +1,21 @@
 """StatePool: where the states of recurrent layers lie, and how many snapshots there is room for."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from fenceline.config.engine_config import resolve
+from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.config.state_layout import StateSpec, convolution, recurrence, together
+from fenceline.layers.context import Shard, torch_context
 from fenceline.mem_cache.state_pool import StatePool, carried_nbytes, num_snapshots
 from fenceline.memory_order import open_device
+from fenceline.models.decoder import CausalLM
+from fenceline.models.families import make_model
 from fenceline_proof.tiny_model import tiny_model_path
 
 _SPECS = [
@@ -86,3 +92,29 @@ def test_replicas_on_one_host_share_the_memory_of_states() -> None:
     alone = num_snapshots(config, open_device("cpu"), huge)
     one_of_two = num_snapshots(replace(config, server_args=replace(args, dp_size=2)), open_device("cpu"), huge)
     assert 0 < one_of_two <= alone // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_weights", "snapshot_bytes"),
+    [
+        ("LFM2-1.2B", 1_170_340_608, 10 * 2 * 2048 * 2),
+        ("Kimi-Linear-48B-A3B", 49_122_681_728, 20 * (32 * 128 * 128 * 4 + 3 * 12_288 * 2)),
+        ("Qwen3-Next-80B-A3B", 79_674_391_296, 36 * (32 * 128 * 128 * 4 + 3 * 8_192 * 2)),
+    ],
+)
+def test_weights_and_states_of_published_models(
+    name: str, num_weights: int, snapshot_bytes: int, tmp_path: Path
+) -> None:
+    """Nothing is allocated. Of four ranks, each has a quarter of every state."""
+    published = json.loads((Path(__file__).parents[2] / "support" / "published_configs.json").read_text())[name]
+    (tmp_path / "config.json").write_text(json.dumps(published["config"]))
+    config = replace(ModelConfig.from_dir(str(tmp_path)), context_length=1)
+
+    def make(shard: Shard, num_layers: int) -> CausalLM:
+        with torch.device("meta"):
+            return make_model(replace(config, num_layers=num_layers), torch_context(shard, torch.bfloat16))
+
+    whole = make(Shard(), config.num_layers)
+    assert sum(slot.dest.numel() for slot in whole.weight_slots().values()) == num_weights
+    assert carried_nbytes(whole.state_specs) == snapshot_bytes
+    assert carried_nbytes(make(Shard(1, 4), 1).state_specs) * 4 == carried_nbytes(whole.state_specs[:1])
