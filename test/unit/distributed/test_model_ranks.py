@@ -105,6 +105,7 @@ def test_ranks_score_as_one() -> None:
         ("kimi-linear", 2, 2, {}),
         ("lfm2", 2, 1, {}),
         ("minicpm-sala", 2, 1, {}),
+        ("nemotron-h-moe", 2, 2, {}),
     ],
 )
 def test_ranks_with_states_answer_as_one(
