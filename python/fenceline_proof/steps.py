@@ -17,6 +17,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.images.image_input import ImageInput
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
 from fenceline.mem_cache.hicache import HiCache
+from fenceline.mem_cache.host.host_states import Pairs
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points
@@ -165,13 +166,13 @@ class Loop:
 
     @staticmethod
     def _transfer(
-        tags: Tags, ids: set[int], ticket: Ticket, device_pages: I32, host_pages: I32, after: Points
+        tags: Tags, ids: set[int], ticket: Ticket, device_pages: I32, host_pages: I32, after: Points, states: Pairs
     ) -> AbstractContextManager[None]:
         num = len(device_pages)
         assert ticket.num_pages == num, f"{ticket!r} is said to have {ticket.num_pages} pages, it has {num}"
         assert ticket.id > 0 and ticket.id not in ids, f"{ticket!r} has a number that another one has, or none"
         ids.add(ticket.id)
-        return tags.transfer(ticket.kind, device_pages, host_pages)
+        return tags.transfer(ticket.kind, device_pages, host_pages, states)
 
     def _counts_outputs(self, message: UpdateWeightsReq) -> None:
         self._num_outputs = {rid: len(req.output_ids) for rid, req in self.scheduler.reqs.items()}

@@ -254,7 +254,11 @@ def _states(random: Random) -> Scenario:
     if random.random() < 0.5:
         flags["chunked_prefill_size"] = random.choice((4, 8))
     between = PIECES if random.random() > 0.7 and flags.get("chunked_prefill_size") != 4 else {}
-    return replace(scenario, flags={**flags, **between})
+    tiers: Flags = {}
+    if not flags.get("disable_radix_cache") and random.random() < 0.5:
+        ratio, policy = random.choice((1.0, 2.0, 4.0)), random.choice(("recompute", "offload"))
+        tiers = tier_flags(random, hicache_ratio=ratio, page_size=flags.get("page_size", 1), retract_policy=policy)
+    return replace(scenario, flags={**flags, **between, **tiers})
 
 
 def _parting(random: Random) -> Scenario:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fenceline.mem_cache.host.host_states import Pairs
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.access import Memory, Rows
 from fenceline.memory_order.checker import OrderChecker
@@ -195,11 +196,15 @@ class Footprints:
             raise FootprintError(f"footprint: a step declares {said} of a layer, {right} is being loaded")
 
     def _watched(self, submit: Callable[..., None]) -> Callable[..., None]:
-        def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any) -> None:
+        def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any, states: Pairs) -> None:
             self._copies = []
             with self._transfer(submit.__name__, device_pages, host_pages):
-                submit(ticket, device_pages, host_pages, after)
-            self._check_copies(submit.__name__ == "load", len(device_pages))
+                submit(ticket, device_pages, host_pages, after, states)
+            if self._tags.states is not None:
+                of_states = self._tags.states.carried, self._tags.states.host
+                self._copies = [writes for writes in self._copies if writes[0].tag not in of_states]
+            if len(device_pages):
+                self._check_copies(submit.__name__ == "load", len(device_pages))
             if submit.__name__ == "load":
                 self._loading[ticket] = frozenset(device_pages.tolist())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from fenceline.memory_order.edges import COMMITTED_STATE, ENDS_AT_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
+from fenceline.memory_order.edges import ENDS_AT_STATE, LOADED_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
 from fenceline_sim.accounts import NOTHING, Seq
 from fenceline_sim.image_tags import Report
 from fenceline_sim.memory import Access, Tag, row_values
@@ -26,7 +26,10 @@ class StateTags:
         self.carried, self.grid, self.report = carried, grid, report
         self._nbytes, self._describe = nbytes, describe
         self._held: dict[int, dict[int, int]] = {}  # by where a part lies in a slot, and by slot
-        self.begun: set[int] = set()  # rows that got the state of a prefix
+        self.begun: set[int] = set()  # rows that got the state of a prefix from a snapshot
+        self.loaded: set[int] = set()  # from the host
+        self.host: Tag | None = None  # the memory of the slots on the host
+        self._on_host: dict[int, dict[int, int]] = {}  # by slot there, what each part holds
 
     def at(self, seq: Seq, length: int) -> int:
         """The prefix whose state its slot carries when the request has ``length`` tokens."""
@@ -45,6 +48,25 @@ class StateTags:
     def copied(self, source: int, slot: int) -> None:
         for held in self._held.values():
             held[slot] = held.get(source, NOTHING)
+
+    def moved(self, op: Operation) -> bool:
+        """Whether ``op``, of a transfer, has copied a state from one tier to the other."""
+        read, write = op.reads[0], op.writes[0]
+        if self.host is None or self.host not in (read.tag, write.tag):
+            return False
+        source, slot = self.slot_of(read), self.slot_of(write)
+        if write.tag is self.host:
+            self._on_host[slot] = {first: held.get(source, NOTHING) for first, held in self._held.items()}
+        else:
+            for first, end in self._on_host.get(source, {}).items():
+                self._held[first][slot] = end
+        return True
+
+    def audit(self, end: int, slot: int, host_slot: int | None) -> None:
+        """The tree has these slots for the state of the prefix ``end``."""
+        held = {end if not slot else of_part.get(slot, NOTHING) for of_part in self._held.values()}
+        held |= set() if host_slot is None else set(self._on_host.get(host_slot, {0: NOTHING}).values())
+        assert held <= {end}, f"tags: states slot {slot}, host slot {host_slot} are not after {self._describe(end)}"
 
     def check(self, op: Operation, held: Mapping[int, int], slot: int, right: int, what: str, guard: Guard) -> None:
         """``slot`` must hold the state of the prefix ``right``."""
@@ -65,7 +87,9 @@ class StepStates:
     def __init__(self, states: StateTags, seqs: Sequence[Seq], snapshots: Collection[tuple[int, int]]) -> None:
         """``snapshots``: those that it makes of its rows, (row, slot)."""
         self._states, self._by_row, self._snapshots = states, {seq.row: seq for seq in seqs}, snapshots
-        states.begun -= {seq.row for seq in seqs if seq.first == 0}
+        first = {seq.row for seq in seqs if seq.first == 0}
+        states.begun -= first
+        states.loaded -= first
 
     def ran(self, op: Operation, access: Access, writes: bool) -> None:
         """``op`` has accessed memory."""
@@ -80,6 +104,7 @@ class StepStates:
                     held[slot] = states.at(seq, seq.length)
                 elif seq.first >= states.grid:
                     guard = ROW_STATE if slot in states.begun else ENDS_AT_STATE
+                    guard = LOADED_STATE if slot in states.loaded else guard
                     what = f"read for token {seq.first} of {seq.account.name}"
                     states.check(op, held, slot, states.at(seq, seq.first), what, guard)
         elif writes:
@@ -93,10 +118,11 @@ class StepStates:
 class StateCopy:
     """The purpose of a copy of a state beside the steps."""
 
-    def __init__(self, states: StateTags, source: int, slot: int, right: int | None) -> None:
-        """``right``: the prefix whose state ``slot`` must have; None: its reader knows."""
-        self._states, self._source, self._slot, self._right = states, source, slot, right
+    def __init__(self, states: StateTags, source: int, slot: int, right: int | None, guard: Guard) -> None:
+        """``right``: the prefix whose state ``slot`` must have; None: its reader knows. ``guard``: it ensures that."""
+        self._states, self._source, self._slot, self._right, self._guard = states, source, slot, right, guard
         states.begun.add(slot)
+        states.loaded.discard(slot)
 
     def ran(self, op: Operation) -> None:
         states = self._states
@@ -104,4 +130,4 @@ class StateCopy:
             return
         states.copied(self._source, self._slot)
         if self._right is not None:
-            states.check_slot(op, self._slot, self._right, "the last of a request that has left", COMMITTED_STATE)
+            states.check_slot(op, self._slot, self._right, "the state of a request's row", self._guard)

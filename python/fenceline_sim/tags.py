@@ -27,10 +27,12 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fenceline.layers.kernels.accesses import list_attention
+from fenceline.mem_cache.host.host_states import Pairs
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order import Points
+from fenceline.memory_order.edges import COMMITTED_STATE, LOADED_STATE
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.models.loader import NewWeights
@@ -461,8 +463,8 @@ class Transfer:
         self._expected = expected
 
     def ran(self, op: Operation) -> None:
-        memories = self._tags.memories
-        if len(op.reads) != len(op.writes):
+        memories, states = self._tags.memories, self._tags.states
+        if len(op.reads) != len(op.writes) or (states is not None and states.moved(op)):
             return
         for read, write in zip(op.reads, op.writes, strict=True):
             if write.tag in memories:
@@ -571,6 +573,10 @@ class Tags:
             host_tag = gpu.pinned.find(host.buffer)
             assert host_tag is not None, "the host tier is pinned"
             self.memories[host_tag] = self._host
+            if self.states is not None and runner.hicache.host_states is not None:
+                host_states = runner.hicache.host_states
+                self.host_states = Leases(gpu, host_states.slots, self.add, whole)
+                self.states.host = gpu.pinned.find(host_states.buffer)
 
     def watch(self, scheduler: Scheduler) -> None:
         """Use the requests and the tree of ``scheduler``. Called before its first step."""
@@ -657,16 +663,25 @@ class Tags:
         """Inside, a copy of a state is submitted: to the row of a request that begins, or of one that has left."""
         assert self.states is not None and self._scheduler is not None, "there are states and a scheduler"
         num_rows, right = self.snapshots.reserved, None
+        guard = COMMITTED_STATE
         if source < num_rows:
             leaving = self._scheduler.population.leaving
             req = next(one for one in (*self._scheduler.reqs.values(), *leaving) if one.row == source)
-            right = self._account(req).ends[req.snapshots[-1][0] - 1]
-        self.snapshots.claim([one for one in (source, slot) if one >= num_rows], "a copy of a state")
-        with self._gpu.submitting_for(StateCopy(self.states, source, slot, right)):
+            length, guard = (req.snapshots[-1][0], guard) if req.left else (req.committed_len, LOADED_STATE)
+            right = self._account(req).ends[length - 1]
+        self._use_states("forward", [source, slot], "a copy of a state", claim=True)
+        with self._gpu.submitting_for(StateCopy(self.states, source, slot, right, guard)):
             yield
-        for one in (source, slot):
-            leases = self.rows if one < num_rows else self.snapshots
-            leases.used([one], self._streams["forward"], "a copy of a state")
+        self._use_states("forward", [source, slot], "a copy of a state")
+
+    def _use_states(self, stream: str, slots: Sequence[int], who: str, claim: bool = False) -> None:
+        """Work on ``slots`` of the device is submitted, or to be submitted if ``claim``."""
+        for slot in slots:
+            leases = self.rows if slot < self.snapshots.reserved else self.snapshots
+            if not claim:
+                leases.used([slot], self._streams[stream], who)
+            elif leases is self.snapshots:
+                leases.claim([slot], who)
 
     def _images_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepImages | None:
         if self.images is None:
@@ -674,9 +689,16 @@ class Tags:
         return StepImages(self.images, seqs, batch, self._weights, self._reads_ahead)
 
     @contextmanager
-    def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:
-        """Inside, copies between these pages are submitted."""
+    def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32, states: Pairs) -> Iterator[None]:
+        """Inside, copies between these pages are submitted, and between these slots of states."""
         device, host = device_pages.tolist(), host_pages.tolist()
+        slots, host_slots = [slot for slot, _ in states], [slot for _, slot in states]
+        if self.states is not None:
+            self._use_states(kind.value, slots, f"a {kind.value}", claim=True)
+            self.host_states.claim(host_slots, f"a {kind.value}")
+            if kind is TransferKind.LOAD:
+                self.states.begun -= set(slots)
+                self.states.loaded |= set(slots)
         self.pages.claim(device, f"a {kind.value}")
         self.host_pages.claim(host, f"a {kind.value}")
         if kind is TransferKind.LOAD:
@@ -688,6 +710,9 @@ class Tags:
         stream = self._streams["load" if kind is TransferKind.LOAD else "store"]
         self.pages.used(device, stream, f"a {kind.value}")
         self.host_pages.used(host, stream, f"a {kind.value}")
+        if self.states is not None:
+            self._use_states(kind.value, slots, f"a {kind.value}")
+            self.host_states.used(host_slots, stream, f"a {kind.value}")
 
     def _wanted(self, pages: set[int]) -> dict[int, I64]:
         """The prefixes by token, except of new tokens, that requests need in ``pages``, which are to be loaded."""
@@ -706,6 +731,15 @@ class Tags:
         the lookahead."""
         found: dict[int, I64] = {}
         size = self.page_size
+        for node, ends in self._node_ends():
+            pages = getattr(node, tier)
+            if pages is not None and len(pages):
+                windows = sliding_window_view(np.array(ends, np.int64), size + self.lookahead)[::size]
+                found.update(zip(pages.tolist(), windows, strict=True))
+        return found
+
+    def _node_ends(self) -> Iterator[tuple[TreeNode, list[int]]]:
+        """The nodes of the tree, parents first, with the prefixes by token, the lookahead's too."""
         last: dict[TreeNode, int] = {}  # the prefix at which each node's pages end
         nodes = list(self._tree.root.children.values())
         while nodes:
@@ -717,12 +751,8 @@ class Tags:
                 token = token if self.images is None else self.images.token_of(token, self._tree.images)
                 end = self.prefixes.then(end, token, "a prefix in the tree")
                 ends.append(end)
-            last[node] = ends[node.num_pages * size - 1]
-            pages = getattr(node, tier)
-            if pages is not None and len(pages):
-                windows = sliding_window_view(np.array(ends, np.int64), size + self.lookahead)[::size]
-                found.update(zip(pages.tolist(), windows, strict=True))
-        return found
+            last[node] = ends[node.num_pages * self.page_size - 1]
+            yield node, ends
 
     @property
     def lookahead(self) -> int:
@@ -793,6 +823,9 @@ class Tags:
 
     def audit(self) -> None:
         """At the end, when nothing is in transfer: check that the pages of the tree hold what the tree says."""
+        if self.states is not None:
+            for node, ends in self._node_ends():
+                self.states.audit(ends[node.num_pages * self.page_size - 1], node.state, node.host_state)
         for tier in ("pages", "host_pages"):
             expected = self._cached(tier)
             for memory in self.memories.values():
@@ -819,6 +852,9 @@ class Tags:
         lines = self.pages.besides(pages) + self.rows.besides({req.row for req in reqs})
         if not reqs and isinstance(self._tree, HiRadixCache):
             lines += self.host_pages.besides(self._tree.all_host_pages().tolist())
+            if self.states is not None:
+                held = {node.host_state for node, _ in self._node_ends() if node.host_state is not None}
+                lines += self.host_states.besides(held)
         return lines
 
     def found(

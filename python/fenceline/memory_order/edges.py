@@ -148,7 +148,12 @@ STORE_AFTER_FORWARD = Edge(
     "F1",
 )
 FORWARD_AFTER_STORE = Edge(
-    "forward_after_store", ((_FORWARD, _STORE),), (Hazard.WAR,), "reused KV pages whose backup still reads them", "F1"
+    "forward_after_store",
+    ((_FORWARD, _STORE),),
+    (Hazard.WAR,),
+    "reused KV pages and snapshots of states whose backup still reads them",
+    "F1",
+    sites=(("ModelRunner.launch", ""), ("ModelRunner.copy_state", "")),
 )
 LOAD_AFTER_FORWARD = Edge(
     "load_after_forward",
@@ -161,15 +166,17 @@ FORWARD_AFTER_LOAD = Edge(
     "forward_after_load",
     ((_FORWARD, _LOAD),),
     (Hazard.RAW, Hazard.WAW),
-    "KV pages being loaded, layer by layer, and those of a load that nobody needs any more",
+    "KV pages being loaded, layer by layer, those of a load that nobody needs any more, and states being loaded",
     "F4",
     sites=(
         ("HiCacheController.layer_ready", ""),
         (
             "ModelRunner.launch",
-            "a load is submitted with the step that reads it, which waits for it layer by layer: what FORWARD is given "
-            "later comes after it. It stays for loads that no step reads, and costs nothing where there are none",
+            "a load is submitted with the step that reads it, which waits for it layer by layer, and before it the copy"
+            " of a loaded state to a snapshot: what FORWARD is given later comes after it. It stays for states where no"
+            " snapshot is free, and for loads that no step reads, and costs nothing where there are none",
         ),
+        ("ModelRunner.copy_state", ""),
     ),
 )
 LOAD_AFTER_STORE = Edge(
