@@ -662,6 +662,11 @@ def _check_states(args: ServerArgs, model: ModelConfig, max_running_requests: in
         return
     require(ratio > 0, f"--mamba-full-memory-ratio {ratio:g}: must be above 0, 0.9 is usual")
     require(
+        GRID % args.page_size == 0,
+        f"--page-size {args.page_size}: {model.architecture} has states every {GRID} tokens, which are where a page"
+        " ends; use --page-size 16, 32 or 64, a divisor of it",
+    )
+    require(
         size is None or size >= max_running_requests,
         f"--max-mamba-cache-size {size}: each of {max_running_requests} running requests has a state; give at least"
         " as many, or lower --max-running-requests",

@@ -136,13 +136,14 @@ def test_a_conversation_goes_on_from_its_answers_state(
         ),
         ({"max_mamba_cache_size": 3}, "--max-mamba-cache-size 3: each of 8 running requests has a state; give"),
         ({"mamba_full_memory_ratio": 0.0}, "--mamba-full-memory-ratio 0: must be above 0"),
+        ({"page_size": 128}, "--page-size 128: .* has states every 64 tokens, .* use --page-size 16, 32 or 64"),
     ],
 )
 def test_what_states_do_not_allow_is_refused_with_a_remedy(
     checkpoint: tuple[Path, torch.nn.Module], flags: dict[str, object], reason: str
 ) -> None:
-    sizes = {"max_running_requests": 8, "page_size": 16}
-    args = ServerArgs(model_path=str(checkpoint[0]), device="cpu", **sizes, **flags)  # type: ignore[arg-type]
+    sizes = {"max_running_requests": 8, "page_size": 16} | flags
+    args = ServerArgs(model_path=str(checkpoint[0]), device="cpu", **sizes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=reason):
         resolve(args)
 
