@@ -3,18 +3,32 @@ however requests are cut, batched, cached and retracted."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+import xgrammar
 from model_parity import save_checkpoint
+from safetensors.torch import load_file, save_file
 from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.constrained.compile import compile_grammar
+from fenceline.constrained.spec import GrammarSpec
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    LoadGrammarReq,
+    PauseGenerationReq,
+    TickReq,
+    TokenizedGenerateReq,
+    UpdateWeightsReq,
+)
 
 _TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "schedule_conservativeness": 0.01}
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
@@ -43,8 +57,8 @@ def _prompt(first: int, num_tokens: int) -> list[int]:
     return [2 + (first * 7 + number * number) % 90 for number in range(num_tokens)]
 
 
-def _request(rid: str, prompt: list[int], num_new: int) -> TokenizedGenerateReq:
-    return request(rid, prompt, temperature=0.0, max_new_tokens=num_new, ignore_eos=True, return_logprob=True)
+def _request(rid: str, prompt: list[int], num_new: int, **others: object) -> TokenizedGenerateReq:
+    return request(rid, prompt, temperature=0.0, max_new_tokens=num_new, ignore_eos=True, return_logprob=True, **others)
 
 
 def _reqs(name: str = "") -> list[TokenizedGenerateReq]:
@@ -151,3 +165,120 @@ def test_what_states_do_not_allow_is_refused_with_a_remedy(
 def test_models_without_states_have_no_use_for_their_number() -> None:
     with pytest.raises(ConfigError, match=r"--max-mamba-cache-size 9: .* has no states; leave it out"):
         make_model_driver(max_mamba_cache_size=9)
+
+
+def _grammar(driver: Driver) -> LoadGrammarReq:
+    """The grammar 1: only tokens from 10 to 19 have texts, the letters from a to j."""
+    vocab_size, eos = driver.config.model.vocab_size, driver.config.model.eos_token_ids
+    pieces = [b"%c" % (87 + token) if 10 <= token < 20 else b"" for token in range(vocab_size)]
+    vocabulary = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos))
+    data = compile_grammar(vocabulary, GrammarSpec("regex", "[a-j]{60}"), None)
+    return LoadGrammarReq(id="g", grammar=1, data=data, vocabulary=vocabulary.serialize_json().encode())
+
+
+def _with_all_features(name: str) -> list[TokenizedGenerateReq]:
+    """A greedy one, samples with penalties, one with a grammar, and one whose prompt is scored."""
+    sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "min_new_tokens": 12}
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1, "logit_bias": {7: 2.0}}
+    told = {"return_logprob": True, "ignore_eos": True, "max_new_tokens": 16}
+    prompts = [_prompt(5, length) for length in (60, 63, 110, 70)]
+    return [
+        request(f"{name} greedy", prompts[0], temperature=0.0, **told),
+        request(f"{name} sampled", prompts[1], seed=3, **sampled, **penalties, **told),
+        msgspec.structs.replace(request(f"{name} grammar", prompts[2], seed=4, **sampled, **told), grammar=1),
+        request(f"{name} scored", prompts[3], logprob_start_len=2, top_logprobs_num=2, temperature=0.0, **told),
+    ]
+
+
+def _all_told(driver: Driver, name: str) -> list[object]:
+    """What has been answered to ``_with_all_features``."""
+    found: list[object] = []
+    for rid in [req.rid for req in _with_all_features(name)]:
+        scores = driver.first_logprobs.get(rid)
+        prompt = None if scores is None else (scores.token_ids, scores.logprobs, list(scores.top_logprobs))
+        found.append((driver.answers[rid].output_ids, driver.output_logprobs[rid], prompt))
+    return found
+
+
+def _ask_one_by_one(directory: Path) -> list[object]:
+    driver = _driver(directory, disable_radix_cache=True)
+    driver.send(_grammar(driver))
+    for req in _with_all_features("alone"):
+        answers(driver, [req])
+    return _all_told(driver, "alone")
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3-next"], indirect=True)
+def test_all_that_requests_may_ask_for(checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+    """Sampling, grammars, logprobs, salts, aborts, pauses, priorities, time-outs and new weights: the bits of requests
+    alone, whatever states are found, kept and lost meanwhile."""
+    flags = {"max_total_tokens": 320, "max_mamba_cache_size": 9, "chunked_prefill_size": 48, "num_rows": 3, **_TIERS}
+    limits = {"enable_priority_scheduling": True, "req_running_timeout": 50.0}
+    driver = _driver(checkpoint[0], **flags, **limits)
+    expected, states = _ask_one_by_one(checkpoint[0]), driver.worker.states.snapshots  # type: ignore[union-attr]
+    driver.send(_grammar(driver))
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            driver.step()
+
+    def ask(name: str) -> None:
+        driver.send(*_with_all_features(name))
+
+    def check(*names: str) -> None:
+        driver.run()
+        for name in names:
+            assert _all_told(driver, name) == expected, name
+
+    def cached(rid: str) -> int:
+        last = driver.answers[rid].last
+        assert last is not None
+        return last.cached_tokens
+
+    ask("first")
+    check("first")
+    # Another namespace finds nothing, and the common one all.
+    salted = _request("salted", _prompt(5, 110), 2, extra_key="salt")
+    answers(driver, [salted, _request("common", _prompt(5, 110), 2)])
+    assert (cached("salted"), cached("common")) == (0, 64)
+    # In any step, one is aborted, all pause, and a better priority takes a row.
+    for number, mode in ((5, "in_place"), (9, "retract")):
+        name = f"paused {number}"
+        ask(name)
+        driver.send(_request(f"aborted {number}", _prompt(5, 100), 40))
+        steps(number)
+        driver.send(AbortReq(rid=f"aborted {number}"), PauseGenerationReq(id=name, mode=mode))
+        steps(2)
+        urgent = _request(f"urgent {number}", _prompt(5, 60), 16, priority=100)
+        driver.send(ContinueGenerationReq(id=f"on {number}"), urgent)
+        check(name)
+        assert driver.answers[urgent.rid].output_ids == expected[0][0]  # type: ignore[index]
+    assert driver.scheduler.stats.num_retractions > 0
+    # One runs out of time while it decodes; its prefix is right.
+    driver.send(_request("late", _prompt(5, 60), 60))
+    steps(3)
+    driver.send(TickReq(now=100.0))
+    steps(17)
+    driver.send(TickReq(now=200.0))
+    driver.run()
+    late = driver.answers["late"]
+    assert late.finish is not None and "--req-running-timeout" in str(late.finish.message)
+    assert late.output_ids[:16] == expected[0][0]  # type: ignore[index]
+    # New weights, while some run: nothing of the old states is left, on no tier.
+    shutil.copy(checkpoint[0] / "config.json", tmp_path)
+    tensors = {name: tensor for file in checkpoint[0].glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file({name: 0.9 * tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    driver.send(_request("runs", _prompt(5, 70), 40))
+    steps(6)
+    driver.send(PauseGenerationReq(id="p", mode="in_place"), UpdateWeightsReq(id="w", model_path=str(tmp_path)))
+    steps(2)
+    assert driver.scheduler.memory.tree.num_states == states.num_leased == 0
+    kept = list(driver.answers["runs"].output_ids)
+    driver.send(ContinueGenerationReq(id="c"))
+    driver.run()
+    expected = _ask_one_by_one(tmp_path)
+    ask("new")
+    check("new")
+    plain = _driver(tmp_path, disable_radix_cache=True)
+    rest = answers(plain, [_request("rest", _prompt(5, 70) + kept, 40 - len(kept))])[0]
+    assert kept and driver.answers["runs"].output_ids == kept + rest
