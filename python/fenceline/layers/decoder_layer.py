@@ -135,6 +135,7 @@ class TokenMixer(Branch):
         ``project``'s result. Scores are multiplied by ``score_scale``."""
         super().__init__(site.config, site.context, norms)
         self.layer_id, self.heads, self.rules, self.score_scale = site.layer_id, heads, rules, score_scale
+        self.value_scale = 1.0  # what the pool's values are to be multiplied by
         self._dtype, self._rotary = site.context.dtype, site.rotary
         # Layers with the same width share their buffers. Layers whose heads are laid out in the same way also share the
         # views.
@@ -157,7 +158,8 @@ class TokenMixer(Branch):
 
     def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
-        return self._as_values(self._attention(projected, batch)).flatten(1)
+        attended = self._attention(projected, batch)
+        return (attended if self.value_scale == 1.0 else attended.mul_(self.value_scale)).flatten(1)
 
     def _attention(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
@@ -174,11 +176,8 @@ class TokenMixer(Branch):
             buffers.views[self._views_key] = views
         q, k, v, attended = views
         batch.attn.forward_into(self.layer_id, q, k, v, self.score_scale, attended)
-        self._as_values(attended)
-
-    def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Undoes in the attention's result what the pool's format has done to the values, in place."""
-        return attended
+        if self.value_scale != 1.0:
+            attended.mul_(self.value_scale)
 
     def add_output(self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None) -> torch.Tensor:
         """x += the output of ``attended``, in place; returns x. None: ``attended`` is the buffer that
@@ -312,13 +311,9 @@ class SelfAttention(TokenMixer):
         """x → queries, keys and values [T, size of ``heads``] as the matrix makes them, in ``out`` if given."""
         return self.normed_product(self.qkv_proj, x, batch, out)
 
-    def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Undoes the values' FP8 scale in the attention's result, in place."""
-        return attended if self._kv_scales.v == 1 else attended.mul_(self._kv_scales.v)
-
     def _take_kv_scales(self) -> None:
         k, v = self._kv_scale_params.tolist()
-        self._kv_scales = KVScales(k, v)
+        self._kv_scales, self.value_scale = KVScales(k, v), v
         self.score_scale = self._plain_score_scale * k  # scores are computed from stored (scaled) keys
 
     def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
