@@ -16,7 +16,7 @@ import torch
 
 from fenceline.memory_order.edges import EDGES, ROWS, edge_of
 from fenceline_proof.arms import Arm, judge, unarmed_rows
-from fenceline_proof.events import EVENTS
+from fenceline_proof.events import EVENTS, may_show
 from fenceline_proof.everything import EVERYTHING
 from fenceline_proof.grammars import compiled_grammars
 from fenceline_proof.runs import Outcome, Trial, run
@@ -27,9 +27,9 @@ from fenceline_sim.pairs import missed
 from fenceline_sim.policy import Answers
 
 # From this many runs of the workload ``everything`` on, every edge must have had two accesses to order, and every event
-# must have been seen. For events that have not been,
-# up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
-_RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
+# must have been seen. For events that have not been, those of this many seeds are added that may show them, because every
+# change to the engine changes which seeds reach a rare event.
+_RUNS_FOR_EVENTS, _MORE_SEEDS_FOR_EVENTS = 20, 100
 # An edge or guard that should be necessary gets up to so many times the usual number of runs, if none has failed as it
 # must.
 _MORE_RUNS_PER_ARM = 6
@@ -224,10 +224,13 @@ def _intact_trials(plan: Plan) -> Iterator[Trial]:
 def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
     """More runs of the workload with everything, as long as something has not been seen in any."""
     first = plan.first_seed + tally.num_everything
-    for seed in range(first, first + _MORE_RUNS_FOR_EVENTS):
-        if tally.events().keys() >= EVENTS.keys():
+    for seed in range(first, first + _MORE_SEEDS_FOR_EVENTS):
+        unseen = EVENTS.keys() - tally.events().keys()
+        if not unseen:
             return
-        yield Trial(EVERYTHING.name, seed, detect=plan.detect)
+        flags = EVERYTHING.scenario(seed).flags
+        if any(may_show(event, flags) for event in unseen):
+            yield Trial(EVERYTHING.name, seed, detect=plan.detect)
 
 
 def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:

@@ -28,6 +28,8 @@ from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline_proof.flashinfer_library import PLANNED
+from fenceline_proof.pictures import PICTURES
+from fenceline_proof.script import Flag, Flags
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.gpu import Graph
 
@@ -140,6 +142,18 @@ EVENTS: dict[str, str] = {
     "flush that waited": "until the last request left",
     "flush of storage": "",
 }
+# Rare ones that only runs with these flags show. None: of any value.
+_NEEDED: dict[str, dict[str, Flag | None]] = {
+    "accepted draft of a tree": {"speculative_eagle_topk": None},
+    "drafts under a window": {"draft": None, "model": "windows"},
+    "a draft sees the next chunk's picture": {"draft": None, "model": PICTURES},
+}
+
+
+def may_show(event: str, flags: Flags) -> bool:
+    """Whether a run of ``everything`` with these flags may show ``event``."""
+    needed = _NEEDED.get(event, {})
+    return all(name in flags and value in (None, flags[name]) for name, value in needed.items())
 
 
 def state_of(scheduler: Scheduler, req: Req) -> str:

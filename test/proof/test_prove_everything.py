@@ -83,13 +83,28 @@ def test_what_has_not_happened_fails_the_proof(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(campaign, "run", quick_run)
     monkeypatch.setattr(campaign, "_RUNS_FOR_EVENTS", 1)
-    monkeypatch.setattr(campaign, "_MORE_RUNS_FOR_EVENTS", 4)
+    monkeypatch.setattr(campaign, "_MORE_SEEDS_FOR_EVENTS", 4)
     for wanted, num_runs in ((("hit",), 1), (("hit", rare), 4), (("hit", rare, never), 5)):
         monkeypatch.setattr(campaign, "EVENTS", dict.fromkeys(wanted, ""))
         proof = carry_out(_plan(1))
         assert proof.num_intact == num_runs and not proof.failures
         assert proof.unseen == [event for event in wanted if event == never]
         assert proof.clean == (never not in wanted) and proof.events["hit"] == num_runs
+
+
+def test_only_runs_that_may_show_it_are_made_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    rare = "drafts under a window"
+
+    def quick_run(trial: Trial) -> Outcome:
+        flags = EVERYTHING.scenario(trial.seed).flags
+        assert trial.seed == 0 or ("draft" in flags and flags["model"] == "windows")
+        return Outcome(trial, events=frozenset({rare} if trial.seed > 30 else ()))
+
+    monkeypatch.setattr(campaign, "run", quick_run)
+    monkeypatch.setattr(campaign, "_RUNS_FOR_EVENTS", 1)
+    monkeypatch.setattr(campaign, "EVENTS", {rare: ""})
+    proof = carry_out(_plan(1))
+    assert proof.events[rare] == 1 and 2 < proof.num_intact < 20
 
 
 def test_what_has_not_happened_is_named() -> None:
