@@ -518,6 +518,19 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "time_step_limit": [0.0, 1e9],
         },
     ),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {
+            **_MAMBA2,
+            "num_hidden_layers": 8,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 20,
+        },
+    ),
     "nemotron-h-moe": (
         "NemotronH",
         {

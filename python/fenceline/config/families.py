@@ -29,7 +29,8 @@ class ExpertsConfig:
     scores of a token's experts are divided by their sum. Then they are multiplied by ``scaling``. ``shared_size`` is
     the intermediate size of the expert that all tokens go through (0: there is none). ``dense_layers`` have a dense
     MLP. ``limit`` is that of a clamped SwiGLU (0: a plain one). ``format`` is the number format of the experts'
-    matrices if only these are quantised.
+    matrices if only these are quantised. ``latent_size``: the features of a projection of the hidden state that experts
+    read, and of what they make, which another one projects back (0: they read the hidden state).
     """
 
     num_experts: int
@@ -44,6 +45,7 @@ class ExpertsConfig:
     shared_size: int = 0
     limit: float = 0.0
     format: QuantConfig | None = None
+    latent_size: int = 0
     dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -678,9 +680,12 @@ def _nemotron_h_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig 
         return None
     if (num_shared := reader.count("n_shared_experts", default=1)) != 1:
         raise ConfigError(f"config.json: n_shared_experts {num_shared} is not supported, only 1 is")
+    if reader.switch("mlp_bias"):
+        raise ConfigError("config.json: mlp_bias true is not supported with experts, only false is")
     return replace(
         _glm_experts(reader, num_layers),
         shared_size=reader.size("moe_shared_expert_intermediate_size", 7688),
+        latent_size=reader.count("moe_latent_size"),
         dense_layers=frozenset(i for i in range(num_layers) if kinds[i] == "mlp"),
     )
 
@@ -1019,7 +1024,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "mamba_hidden_act": ("silu",),
                 "mamba_proj_bias": (False,),
                 "mlp_hidden_act": ("relu2",),
-                "moe_latent_size": (),
                 "moe_shared_expert_overlap": (False, True),
                 "residual_in_fp32": (False,),
                 "sliding_window": (),

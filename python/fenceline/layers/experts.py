@@ -136,6 +136,12 @@ class ExpertsMLP(Branch):
             names_of_all = [expert + matrix for expert in all_experts for matrix in matrices]
             return experts.format or context.format_of(names_of_all)
 
+        # Projections to and from what the experts read and make, if it is not the hidden state.
+        self.to_latent = self.from_latent = None
+        if latent := experts.latent_size:
+            self.to_latent = ReplicatedLinear("fc1_latent_proj", hidden_size, latent, False, context)
+            self.from_latent = ReplicatedLinear("fc2_latent_proj", latent, hidden_size, False, context)
+            hidden_size = latent
         self.inner_names = [name for name in (names.gate, names.up) if name is not None]
         up_format, down_format = format_of(*self.inner_names), format_of(names.down)
         self.gate_up = ExpertMatrices(num_own, len(self.inner_names) * self.size, hidden_size, context, up_format)
@@ -154,22 +160,27 @@ class ExpertsMLP(Branch):
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         if self.shard.ep_size > 1:
             routing = routing.of_experts(self.own)
+        read = h if self.to_latent is None else self.to_latent.forward(h)
         if self.names.gate is None:
-            inner = self._kernels.squared_relu(self.gate_up.product(h, routing))
+            inner = self._kernels.squared_relu(self.gate_up.product(read, routing))
         else:
             inner = self.gate_up.product(
-                h, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation
+                read, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation
             )
         product = self.down.product(inner, routing, bias=self.down_bias if self.adds_down_bias else None)
-        if self.shared is None and self.adds_plainly and self.shard.size == 1:
+        if self.shared is None and self.from_latent is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
         y = self._kernels.combine_experts(product, routing)
+        if self.from_latent is not None:  # of a sum it is the sum of the ranks' products
+            y = self.from_latent.forward(y)
         if self.shared is not None:
             y = self.shared.add_to(y, h)
         return self.add(x, self.shard.all_reduce(y))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.router.weight_slots(prefix)
+        for linear in (self.to_latent, self.from_latent):
+            slots |= {} if linear is None else linear.weight_slots(prefix)
         if self.names.stacked:
             return slots | self._stacked_slots(f"{prefix}experts.")
         _, hidden_size, size = self.down.shape

@@ -201,8 +201,9 @@ class _NemotronHAttention(SelfAttention):
 
 
 def _nemotron_h(site: LayerSite) -> DecoderLayer | Branch:
-    """Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444) and Nemotron 3 Nano (arXiv:2512.20848): a layer
-    is either Mamba2, attention without positions, or an MLP or experts, which have no gate."""
+    """Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 (arXiv:2508.14444) and Nemotron 3 (arXiv:2512.20848): a layer is
+    either Mamba2, attention without positions, or an MLP or experts, which have no gate. Experts of Nemotron 3 Super
+    read a projection of the hidden state."""
     config, norms = site.config, BranchNorms("norm")
     if site.index in config.recurrent_layers:
         reader = ConfigReader(config.hf_config)
