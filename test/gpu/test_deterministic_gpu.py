@@ -28,6 +28,7 @@ from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.cuda_layers import CudaLayerKernels, FixedProduct, find_fixed_product
 from fenceline.layers.cuda_quantized import find_fixed_products
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.kernels.triton.by_head import by_head
 from fenceline.layers.kernels.triton.skinny_gemm import Fusion, SplitWorkspace
 from fenceline.layers.quantized import make_format
 from fenceline.layers.weight import fill_slots
@@ -181,6 +182,26 @@ def test_attention(
         ((1, 7), (64, 132)), (64, 65, 255, 256, 257, 2100), heads, (1, 60), seed=1, device="cuda",
         head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, rules=rules,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("num_heads", [20, 128])
+def test_attention_over_latents(num_heads: int, kv_dtype: torch.dtype | None) -> None:
+    """The row of DeepSeek and GLM: 512 features and 64 that are rotated."""
+    check_attention(
+        ((16, 7), (64, 132)), (64, 257, 2100), (num_heads, 1), (1, 60), seed=1, device="cuda", head_dim=576,
+        dtype=torch.bfloat16, kv_dtype=kv_dtype, rules=LayerRules(rows=("latent", "latent"), value_dim=512),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "k"), [(512, 192), (256, 512)])
+def test_products_by_head(n: int, k: int) -> None:
+    x, weight = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((3000, 20, k), (20, n, k)))
+    whole = by_head(x, weight, x.new_empty(3000, 20, n), fixed=True)
+    torch.testing.assert_close(whole, torch.einsum("thk,hnk->thn", x, weight), atol=0.5, rtol=2e-2)
+    for first, end in ((0, 1), (5, 6), (70, 100), (60, 2999)):
+        part = by_head(x[first:end], weight, x.new_empty(end - first, 20, n), pdl=True, fixed=True)
+        assert torch.equal(part, whole[first:end]), (first, end)
 
 
 @pytest.mark.parametrize("rules", [LayerRules(), LayerRules(window=100)], ids=["plain", "window"])

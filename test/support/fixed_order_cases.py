@@ -23,7 +23,7 @@ def step_of(requests: Sequence[tuple[int, int, int]], page_size: int, heads: tup
     for i, (number, length, new) in enumerate(requests):
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(number))
         keys, values, queries = (draw(_LONGEST, n, head_dim)[:length] for n in (heads[1], heads[1], heads[0]))
-        for row, numbers in (("k", keys), ("v", values)):
+        for row, numbers in zip(step.rules.rows, (keys, values), strict=True):
             pool = step.pool.row(1, row)
             pool[step.slots[i].to(pool.device)] = numbers.to(pool)
         step.queries[i] = queries[length - new :].to(step.queries[i].dtype)
@@ -53,7 +53,7 @@ def attend(step: Case, way: str, num_sms: int, trees: list[list[int]] | None = N
         queries = torch.cat(step.queries).to(device)
         y = backend.plan(inputs).forward(1, queries, queries[:, :1], queries[:, :1], SCALE).cpu()
     assert all(not workspace.num_done.any() for workspace in backend._workspaces.values())
-    return list(y.split(step.query_lens))
+    return list(y[..., : step.rules.value_dim or y.shape[-1]].split(step.query_lens))
 
 
 def check_trees(page_size: int, num_sms: int, tree: list[int], prefix: int, **options: Any) -> None:

@@ -716,11 +716,11 @@ def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
                 f"--{name.replace('_', '-')} {wanted}: does not compute the latent attention of {model.architecture};"
                 " use triton, or leave it out"
             )
-    if args.enable_deterministic_inference:
-        raise ConfigError(
-            f"--enable-deterministic-inference: on a GPU the products of each head of {model.architecture} depend on"
-            " the batch; leave it out, or use --device cpu"
-        )
+    require(
+        model.indexer is None or not args.enable_deterministic_inference,
+        f"--enable-deterministic-inference: on a GPU the tokens that {model.architecture} selects depend on the batch;"
+        " leave it out, or use --device cpu",
+    )
 
 
 def _kv_layout(args: ServerArgs, model: ModelConfig, speculative: SpeculativeConfig | None) -> KVLayout:

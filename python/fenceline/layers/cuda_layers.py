@@ -108,9 +108,8 @@ class CudaLayerKernels(LayerKernels):
         self._four_bits: dict[tuple[int, bool], bool] = {}
 
     def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        assert not self.fixed_order, "the order of sums depends on the number of rows"
-        if len(x) <= MAX_ROWS:
-            return by_head(x, weight, out, self._pdl)
+        if self.fixed_order or len(x) <= MAX_ROWS:
+            return by_head(x, weight, out, self._pdl, self.fixed_order)
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
 

@@ -221,7 +221,6 @@ def test_dummy_weights_of_published_models(
     [
         ("--attention-backend fa3", True, "fa3: does not compute the latent attention of DeepseekV2ForCausalLM; use"),
         ("--prefill-attention-backend flashinfer", True, "flashinfer: does not compute the latent attention of"),
-        ("--enable-deterministic-inference", True, "the products of each head of DeepseekV2ForCausalLM depend on the"),
         ('--json-model-override-args {"topk_method":"noaux_tc"}', False, "'noaux_tc' is not supported, greedy and"),
         ('--json-model-override-args {"num_key_value_heads":2}', False, "must be num_attention_heads, or left"),
     ],
@@ -231,3 +230,11 @@ def test_what_is_not_computed_is_refused_in_a_line(saved: Saved, flags: str, gpu
     with pytest.raises(ConfigError) as caught:
         resolve(args, cuda_probe=lambda: gpu)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("saved", ["deepseek-v3.2"], indirect=True)
+def test_selected_tokens_are_refused_where_they_depend_on_the_batch(saved: Saved) -> None:
+    args = parse_args(["--model-path", str(saved[0]), "--skip-tokenizer-init", "--enable-deterministic-inference"])
+    with pytest.raises(ConfigError, match="tokens that DeepseekV32ForCausalLM selects depend on the batch; leave"):
+        resolve(args, cuda_probe=lambda: True)
+    assert resolve(replace(args, device="cpu")).server_args.enable_deterministic_inference

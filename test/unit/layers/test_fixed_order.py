@@ -45,12 +45,13 @@ PRODUCTS = (
 )
 OTHERS = (
     *("segments", "attention", "attention_with_rules", "attention_over_fp8", "attention_of_many_heads", "trees"),
+    *("attention_over_latents", "products_by_head"),
     *("layers", "log_sums", "model"),
 )
 
 MACHINE_CODE = (
     *("one row", "many rows", "many gated rows", "fp8", "experts"),
-    *("decode", "verify", "tree", "short prefill", "long prefill", "wide heads"),
+    *("decode", "verify", "tree", "short prefill", "long prefill", "wide heads", "latents", "latent prefill"),
 )
 
 results = outcomes_of(__file__)
@@ -158,6 +159,26 @@ def check_attention_over_fp8() -> None:
 def check_attention_of_many_heads() -> None:
     """More than 16 of a KV head: a decode step has a tile that is not full, verification of a chain has several."""
     check_attention(((16, 5),), heads=(20, 1))
+
+
+def check_attention_over_latents() -> None:
+    """One row is the key, and the value in front. Its last features are padded to a power of two."""
+    from fenceline.layers.attention.base import LayerRules
+
+    check_attention(((16, 5),), heads=(20, 1), head_dim=48, rules=LayerRules(rows=("latent", "latent"), value_dim=32))
+
+
+def check_products_by_head() -> None:
+    """A row has the same bits wherever it is among few rows or many, and is near the product."""
+    from fenceline.layers.kernels.triton.by_head import by_head
+
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(*shape, generator=generator).half() for shape in ((150, 3, 20), (3, 24, 20)))
+    whole = by_head(x, weight, x.new_empty(150, 3, 24), fixed=True)
+    torch.testing.assert_close(whole, torch.einsum("thk,hnk->thn", x, weight), atol=2e-2, rtol=0)
+    for first, end in ((0, 1), (70, 75), (60, 149)):
+        part = by_head(x[first:end], weight, x.new_empty(end - first, 3, 24), fixed=True)
+        assert torch.equal(part, whole[first:end])
 
 
 def check_trees() -> None:
@@ -286,7 +307,7 @@ def check_machine_code(name: str) -> None:
     kinds = {product.partition(".m64n")[0] for product in products if "fence" not in product and "group" not in product}
     assert kinds == {"wgmma.mma_async.sync.aligned"}, products
     assert not re.search(r"\bfma\.rn\.f32", ptx)
-    assert check_shared_sums(ptx) == (name in ("one row", "decode", "verify", "tree", "wide heads"))
+    assert check_shared_sums(ptx) == (name in ("one row", "decode", "verify", "tree", "wide heads", "latents"))
     waits, launches = (ptx.count(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
     assert waits == launches == ("PDL" in constants)
     if waits:  # nothing is written before the preceding kernel has ended
@@ -322,21 +343,24 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
     types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr"), "*i64") | dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32")
     types |= {"scale_log2": "fp32", "cap_log2": "fp32", "ancestors_ptr": "*i64"}
-    wide = name == "wide heads"
-    size = 256 if wide else 128
+    shared = name.startswith("latent")
+    wide = shared or name == "wide heads"
+    size = 512 if shared else 256 if wide else 128
     constants = {"sinks_ptr": None, "NUM_KV_HEADS": 8, "HEAD_DIM": size, "DIM_PAD": size, "GROUP": 4, "PAGE_SIZE": 16}
     constants |= {"BATCH_PAD": 64, "BLOCK_N": 32 if wide else 64, "SEGMENT": 256, "WINDOW": 0, "CAPS": False}
-    constants |= {"SINKS": False, "TAIL": 0, "TAIL_PAD": 16, "SHARED": False}
-    if name in ("short prefill", "long prefill"):
+    constants |= {"SINKS": False, "TAIL": 64 * shared, "TAIL_PAD": 64 if shared else 16, "SHARED": shared}
+    if shared:
+        constants |= {"NUM_KV_HEADS": 1, "GROUP": 32}
+    if name.endswith("prefill"):
         long = name == "long prefill"
         types |= {"out_ptr": "*bf16" if long else "*fp32"}
         constants |= {"BLOCK_M": 128 if long else 64, "SPLIT": not long, "Q_STRIDE": 6144, "TABLE_STRIDE": 2560}
-        return extend_attention._extend_kernel, 8 if long else 4, 3, types, constants
+        return extend_attention._extend_kernel, 8 if long or wide else 4, 2 if wide else 3, types, constants
     num_queries = 4 if name == "verify" else 1
     constants |= {
         "ancestors_ptr": None, "NUM_WORKERS": 33, "NUM_QUERIES": num_queries, "NUM_NODES": num_queries, "TREE": False,
-        "ROWS": 64, "MERGED_ROWS": 4 * num_queries, "PART": 4, "MAX_SEGMENTS": 160, "MERGE": 1, "PDL": True,
-        "NUM_PREFETCHED": 2, "PATHS": 0, "PATH_NODES": 0, "MIN_BLOCKS": 1, "APART": False,
+        "ROWS": 64, "MERGED_ROWS": constants["GROUP"] * num_queries, "PART": 4, "MAX_SEGMENTS": 160, "MERGE": 1,
+        "PDL": True, "NUM_PREFETCHED": 2, "PATHS": 0, "PATH_NODES": 0, "MIN_BLOCKS": 1, "APART": False,
     }  # fmt: skip
     if name == "tree":
         del constants["ancestors_ptr"]

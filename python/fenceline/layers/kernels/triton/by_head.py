@@ -1,7 +1,7 @@
 """Products of few rows with a matrix for each head, as latent attention has them in front of attention and behind it.
 
-A program has some outputs of one head for all rows. It reads its part of the matrix once, all of it before it waits for
-the preceding kernel, which takes most of the time.
+A program has some outputs of one head for up to ``MAX_ROWS`` rows. It reads its part of the matrix once, all of it
+before it waits for the preceding kernel, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ _MIN_SIZE = 16  # of a matrix product
 _NUM_WARPS = 4
 
 
-def by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """See ``LayerKernels.by_head``, for at most ``MAX_ROWS`` rows. x [T, H, K] and ``out`` [T, H, N] may be parts of
-    wider rows; either axis of a matrix in ``weight`` [H, N, K] may be the contiguous one. Sums are float32. Current
-    stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads ``weight`` before its wait."""
+def by_head(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, pdl: bool = False, fixed: bool = False
+) -> torch.Tensor:
+    """See ``LayerKernels.by_head``, for at most ``MAX_ROWS`` rows, or with ``fixed`` for any number: these are
+    multiplied ``MAX_ROWS`` at a time, always by the same instructions, so that a row's result does not depend on the
+    others. x [T, H, K] and ``out`` [T, H, N] may be parts of wider rows; either axis of a matrix in ``weight`` [H, N,
+    K] may be the contiguous one. Sums are float32. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``;
+    reads ``weight`` before its wait."""
     num_rows, num_heads, k = x.shape
     n = weight.shape[1]
     assert weight.shape == (num_heads, n, k) and out.shape == (num_rows, num_heads, n)
-    assert num_rows <= MAX_ROWS and x.stride(2) == out.stride(2) == 1 and 1 in weight.stride()[1:]
+    assert (fixed or num_rows <= MAX_ROWS) and x.stride(2) == out.stride(2) == 1 and 1 in weight.stride()[1:]
     assert x.dtype == weight.dtype == out.dtype
     if num_rows == 0:
         return out
-    rows = max(triton.next_power_of_2(num_rows), _MIN_SIZE)
+    rows = MAX_ROWS if fixed else max(triton.next_power_of_2(num_rows), _MIN_SIZE)
     strides = (*x.stride()[:2], *weight.stride(), *out.stride()[:2])
     blocks, variant = _variant(num_heads, n, k, rows, strides, pdl)
-    variant.launch((num_heads * blocks,), (x, weight, out), (num_rows,))
+    variant.launch((num_heads * blocks, triton.cdiv(num_rows, rows)), (x, weight, out), (num_rows,))
     return out
 
 
@@ -72,7 +76,7 @@ def _by_head_kernel(
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (rows < num_rows)[:, None]
     given = tl.load(
         x + head * X_HEAD + rows[:, None] * X_ROW + inputs[None, :], mask=live & (inputs < K)[None, :], other=0.0
