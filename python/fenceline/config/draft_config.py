@@ -254,6 +254,11 @@ def _family(hf: Mapping[str, object], algorithm: SpeculativeAlgorithm) -> str:
 def _aux_layers(hf: Mapping[str, object], target: ModelConfig, directory: str) -> tuple[int, ...]:
     """The target's layers whose inputs the draft reads. Ids in config.json name layers whose *outputs* are read, as in
     SGLang, SpecForge and ModelOpt; the published default names layers whose inputs are read."""
+    if target.mlp_layers:
+        raise ConfigError(
+            f"--speculative-algorithm EAGLE3: not supported for {target.architecture}, of whose layers some are an MLP"
+            " alone, because not all layers' inputs can be read; use STANDALONE"
+        )
     num_layers = target.num_layers
     eagle = hf.get("eagle_config")
     eagle = eagle if isinstance(eagle, Mapping) else {}

@@ -10,8 +10,10 @@ import torch
 from draft_checkpoints import add_mtp, save_target
 
 from fenceline.config import ConfigError
-from fenceline.config.draft_config import StepShape, read_token_map
+from fenceline.config.draft_config import SpeculativeAlgorithm, StepShape, read_draft_config, read_token_map
 from fenceline.config.engine_config import EngineConfig, attention_backends, resolve
+from fenceline.config.families import RecurrentConfig
+from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import demo_model_path
 from fenceline.config.server_args import ServerArgs
 
@@ -157,6 +159,13 @@ def test_the_drafts_attention_runs_where_it_can() -> None:
         configure(**OWN, speculative_draft_attention_backend="triton")
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         configure(speculative_draft_attention_backend="torch")
+
+
+def test_layers_of_one_branch_have_no_inputs_to_draft_from() -> None:
+    mixers = RecurrentConfig(layers=frozenset({0}), mlp_layers=frozenset({1}))
+    target = dataclasses.replace(ModelConfig.from_dir(demo_model_path()), recurrent=mixers)
+    with pytest.raises(ConfigError, match="EAGLE3: not supported for .* use STANDALONE"):
+        read_draft_config(SpeculativeAlgorithm.EAGLE3, None, target)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3"])
