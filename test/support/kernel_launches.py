@@ -12,10 +12,10 @@ import torch
 from kernel_surroundings import Launch
 from routed_tokens import routed
 
-from fenceline.config.families import ExpertsConfig
+from fenceline.config.families import BlocksConfig, ExpertsConfig
 from fenceline.config.state_layout import GRID
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.forward_batch import QueryTree
+from fenceline.layers.forward_batch import BlockQueries, QueryTree
 from fenceline.layers.kernels import accesses, embed_join
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.index_rows import packed, rounded
@@ -34,6 +34,7 @@ from fenceline.layers.kernels.triton import (
     rms_norm,
     rotate_store,
     routing,
+    select_blocks,
     select_tokens,
     skinny_gemm,
     store_index,
@@ -46,6 +47,7 @@ from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.layers.recurrent_state import StateRows
+from fenceline.memory_order.guards import first_of_best
 from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
 from fenceline.sampling import draw_kernels as sample
 from fenceline.sampling.gumbel import mix_seeds
@@ -76,6 +78,7 @@ def launches() -> Iterator[Launch]:
     yield from _combinations()
     yield from _decodes()
     yield from _selections()
+    yield from _selections_of_blocks()
     yield from _extends()
     yield from _gathers()
     yield from _prologues()
@@ -693,6 +696,46 @@ def _selections() -> Iterator[Launch]:
         chosen = torch.empty(num, 4, dtype=torch.int32), torch.empty(num, dtype=torch.int64)
         operands = (found, table, rows, seq_lens, ancestors, *chosen)
         yield Launch(f"select_best of {lens}", accesses.select_best, operands, select)
+
+
+def _selections_of_blocks() -> Iterator[Launch]:
+    blocks = BlocksConfig(size=8, top_k=3, first=1, local=0, width=4, stride=2)
+    for lens, page_size, group, dim in (([70, 9], 8, 3, 16), ([33, 1], 16, 17, 20)):
+        keys, _, table, rows, seq_lens = _paged(lens, page_size, (1, 2), dim)
+        means, num = _random(len(keys), 2, dim // 2), len(lens)
+        positions = torch.tensor([1, 2, 7, 0])
+        out_slots = torch.tensor([5, page_size, page_size + 3, 0])
+
+        def store(pdl: bool, *operands: Any) -> None:
+            select_blocks.store_means(*operands)
+
+        operands = (keys, means, positions, out_slots, 2)
+        yield Launch(f"store_means of {dim}", accesses.store_means, operands, store)
+
+        def score(
+            pdl: bool, queries: Any, means: Any, table: Any, rows: Any, seq_lens: Any, partial: Any, scores: Any,
+            page_size: int, longest: int = max(lens),
+        ) -> None:  # fmt: skip
+            requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
+            wanted = BlockQueries(queries, 0.3, blocks, first_of_best)
+            select_blocks.score_blocks(wanted, means, requests, longest, 1, False)
+
+        scores = torch.empty(num, 2, -(-max(lens) // 8), dtype=torch.int32)
+        queries, partial = _random(num, 2 * group, dim), torch.empty(num, 2, 2, 2, select_blocks._padded(group))
+        operands = (queries, means, table, rows, seq_lens, partial, scores, page_size)
+        yield Launch(f"score_blocks of {lens}", accesses.score_blocks, operands, score, [partial, scores])
+
+        def choose(
+            pdl: bool, found: Any, table: Any, rows: Any, seq_lens: Any, lists: Any, counts: Any,
+            page_size: int = page_size,
+        ) -> None:  # fmt: skip
+            requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
+            select_blocks.choose_blocks(found.view(torch.int32), requests, blocks, 0, len(rows))
+
+        found = torch.rand(scores.shape)
+        lists = torch.empty(2 * num, 24, dtype=torch.int32), torch.empty(2 * num, dtype=torch.int64)
+        operands = (found, table, rows, seq_lens, *lists)
+        yield Launch(f"choose_blocks of {lens}", accesses.choose_blocks, operands, choose, lists)
 
 
 def _extends() -> Iterator[Launch]:

@@ -41,6 +41,28 @@ store_index = declared(
     "out_slots table[positions] norm_weight norm_bias | > queries key weights -> out out_weights cache_rows[out_slots]",
 )
 
+
+def _groups(positions: torch.Tensor, out_slots: torch.Tensor, group: int) -> npt.NDArray[np.int64]:
+    first = out_slots[(positions + 1) % group == 0] // group * group
+    return (first[:, None] + torch.arange(group)).flatten().numpy()
+
+
+@declare_kernel
+def store_means(
+    op: KernelAccesses,
+    keys: torch.Tensor,
+    means: torch.Tensor,
+    positions: torch.Tensor,
+    out_slots: torch.Tensor,
+    group: int,
+) -> None:
+    """See ``select_blocks.store_means``."""
+    op.read(positions)
+    op.read(out_slots)
+    op.read_rows(keys, _groups, positions, out_slots, group)
+    op.write_rows(means, _groups, positions, out_slots, group)
+
+
 # See ``recurrence.short_convolution``.
 short_convolution = declared(
     "short_convolution",
@@ -283,6 +305,31 @@ select_best = declared(
     "select_best",
     "keys page_table rows seq_lens ancestors slots counts",
     "keys page_table[rows] seq_lens ancestors -> slots counts",
+)
+
+
+@declare_kernel
+def score_blocks(
+    op: KernelAccesses,
+    queries: torch.Tensor,
+    means: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    partial: torch.Tensor,
+    keys: torch.Tensor,
+    page_size: int,
+) -> None:
+    """The two launches of ``select_blocks.score_blocks``, of which the second reads what the first has left."""
+    op.read(queries)
+    op.read_tokens(means, page_table, rows, seq_lens, page_size)
+    op.write(partial)
+    op.write(keys)
+
+
+# See ``select_blocks.choose_blocks``.
+choose_blocks = declared(
+    "choose_blocks", "keys page_table rows seq_lens lists counts", "keys page_table[rows] seq_lens -> lists counts"
 )
 
 

@@ -54,26 +54,28 @@ def score_blocks(
     ``means``: the layer's ``index`` rows, [num_slots, num_kv_heads, head_dim / stride]. Each of ``requests`` has one
     query, its last token; none is longer than ``longest``. ``fixed``: the order of sums depends on the query alone.
     Current stream, no host synchronisation."""
-    queries, blocks = wanted.queries, wanted.blocks
-    (num, num_heads, head_dim), num_kv_heads = queries.shape, means.shape[1]
+    queries, blocks, num_kv_heads = wanted.queries, wanted.blocks, means.shape[1]
+    num, num_heads, head_dim = queries.shape
     assert means.is_contiguous() and means.dtype == queries.dtype and means.shape[2] * blocks.stride == head_dim
     assert queries.stride(2) == 1 and queries.stride(1) == head_dim and len(requests.rows) == num
     assert requests.page_size % blocks.stride == 0
     num_blocks = -(-longest // blocks.size)
     programs = _PROGRAMS_PER_SM * num_sms // (num * num_kv_heads)
     programs = _FIXED_PROGRAMS if fixed else min(max(programs, 1), _MOST_PROGRAMS, num_blocks)
-    group = num_heads // num_kv_heads
-    heads_pad = max(triton.next_power_of_2(group), _MIN_SIZE)
-    partial = torch.empty((num, num_kv_heads, programs, 2, heads_pad), dtype=torch.float32, device=queries.device)
+    grid, group = (num, num_kv_heads, programs), num_heads // num_kv_heads
+    partial = torch.empty((*grid, 2, _padded(group)), dtype=torch.float32, device=queries.device)
     keys = torch.empty((num, num_kv_heads, num_blocks), dtype=torch.int32, device=queries.device)
     rows = _ROWS if queries.element_size() <= 2 else _ROWS_OF_FLOATS
     sizes = (group, num_kv_heads, head_dim, requests.page_size, programs, rows)
     tensors = (queries, means, requests.page_table, requests.rows, requests.seq_lens, partial)
     scalars = (wanted.scale, queries.stride(0), requests.page_table.stride(0))
-    grid = (num, num_kv_heads, programs)
     _coarse_variant(blocks, *sizes).launch(grid, tensors, scalars)
     _score_variant(blocks, *sizes).launch(grid, (*tensors, keys), (*scalars, num_blocks))
     return keys
+
+
+def _padded(size: int) -> int:
+    return max(triton.next_power_of_2(size), _MIN_SIZE)
 
 
 def choose_blocks(
@@ -102,10 +104,10 @@ def _constants(
 ) -> dict[str, int | bool]:
     return {
         "GROUP": group,
-        "HEADS_PAD": max(triton.next_power_of_2(group), _MIN_SIZE),
+        "HEADS_PAD": _padded(group),
         "KV_HEADS": num_kv_heads,
         "DIM": head_dim,
-        "DIM_PAD": max(triton.next_power_of_2(head_dim), _MIN_SIZE),
+        "DIM_PAD": _padded(head_dim),
         "PAGE_SIZE": page_size,
         "STRIDE": blocks.stride,
         "WIDTH": blocks.width // blocks.stride,
@@ -239,7 +241,7 @@ def _score_kernel(
     each_total = tl.load(places + HEADS_PAD, mask=of_part, other=0.0)
     total = tl.sum(each_total * tl.exp(each_largest - largest[None, :]), 0)
     num_seen = tl.load(seq_lens + query).to(tl.int32)
-    own = (num_seen - 1) // SIZE
+    own = (num_seen + SIZE - 1) // SIZE - 1
     BLOCKS: tl.constexpr = ROWS // EACH
     for tile in tl.range(part, (own + BLOCKS) // BLOCKS, PROGRAMS):
         lanes = tl.arange(0, ROWS)
@@ -282,7 +284,8 @@ def _choose_kernel(
     table = page_table + tl.load(rows + query) * table_stride
     of_query = keys + (query * KV_HEADS + head) * num_blocks
     least, num_equal = tl.full([], 0, tl.int32), num
-    if num > TOP_K:
+    selects = num > TOP_K
+    if selects:
         for bit in tl.static_range(31):
             candidate = least | (1 << (30 - bit))
             least = tl.where(_at_least(of_query, num, candidate, COUNTED) >= TOP_K, candidate, least)
@@ -295,7 +298,7 @@ def _choose_kernel(
         key = tl.load(of_query + number, mask=number < num, other=-1)
         is_equal = key == least
         rank = equals + tl.cumsum(is_equal.to(tl.int32), 0)
-        taken = (number < num) & ((key > least) | (is_equal & (rank <= num_equal)) | (num <= TOP_K))
+        taken = tl.where(selects, (key > least) | (is_equal & (rank <= num_equal)), number < num)
         place = num_taken + tl.cumsum(taken.to(tl.int32), 0) - 1
         positions = number[:, None] * SIZE + offsets[None, :]
         live = taken[:, None] & (offsets < SIZE)[None, :] & (positions < num_seen)
