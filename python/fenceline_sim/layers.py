@@ -48,6 +48,11 @@ class LaunchedLayerKernels(LayerKernels):
         args = qkv, heads, norms, *rest, kv_scales
         launch_function(accesses.rotate_and_store, _TORCH.rotate_and_store, args, (qkv, *weights, *rest))
 
+    def store_means(
+        self, keys: torch.Tensor, means: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor, group: int
+    ) -> None:
+        accesses.store_means.launch(_TORCH.store_means, keys, means, positions, out_slots, group)
+
     def by_head(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if len(x) > _FEW_HEAD_ROWS:
             return _TORCH.by_head(x, weight, out)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from model_parity import save_checkpoint
 from ring_transfers import ring_transfers
+from sala_reference import save_sala
 from scheduler_driver import answers, make_model_driver, request
 from tiny_model import tiny_driver, tiny_requests
 
@@ -57,9 +58,14 @@ def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
     assert [len(tokens) for tokens in answers(driver, tiny_requests())] == [6, 7, 8, 9, 10]
 
 
-def test_layers_of_one_branch_are_silent(tmp_path: Path) -> None:
-    """Mamba2, attention, experts and MLPs, each in a layer of its own, whole and in pieces and graphs."""
-    save_checkpoint("nemotron-h-moe", tmp_path)
+@pytest.mark.parametrize("name", ["nemotron-h-moe", "minicpm-sala"])
+def test_models_with_other_layers_are_silent(name: str, tmp_path: Path) -> None:
+    """Mamba2, attention, experts and MLPs, each in a layer of its own; lightning attention, and attention to selected
+    blocks. Whole, and in pieces and graphs."""
+    if name == "minicpm-sala":
+        save_sala(tmp_path)
+    else:
+        save_checkpoint(name, tmp_path)
 
     def told(**flags: object) -> list[list[int]]:
         driver = make_model_driver(model_path=str(tmp_path), num_rows=4, max_total_tokens=512, **flags)  # type: ignore[arg-type]
