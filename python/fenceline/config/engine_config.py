@@ -671,10 +671,7 @@ def _check_states(args: ServerArgs, model: ModelConfig, max_running_requests: in
         f"--max-mamba-cache-size {size}: each of {max_running_requests} running requests has a state; give at least"
         " as many, or lower --max-running-requests",
     )
-    for given, flag in (
-        (args.hicache_storage_backend != "none", "--hicache-storage-backend"),
-        (args.speculative_algorithm is not None, "--speculative-algorithm"),
-    ):
+    for given, flag in ((args.speculative_algorithm is not None, "--speculative-algorithm"),):
         require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")
 
 

@@ -117,8 +117,10 @@ class HiCache:
         config: EngineConfig,
         storage: Storage | None = None,
         snapshots: LeasePool | None = None,
+        grid: int = 0,
     ) -> None:
-        """``snapshots``: those of states on the device, None for a model without recurrent layers."""
+        """``snapshots``: those of states on the device, None for a model without recurrent layers; ``grid``: tokens
+        between two states."""
         hicache, page_size = config.hicache, config.server_args.page_size
         assert hicache is not None
         self.host_pages = transfers.host_pages
@@ -137,7 +139,7 @@ class HiCache:
         self.storage: StorageTier | None = None
         if storage is not None and hicache.storage is not None:
             threshold = hicache.storage.prefetch_threshold
-            self.storage = StorageTier(self.tree, self.host_pages, storage, page_size, threshold)
+            self.storage = StorageTier(self.tree, self.host_pages, storage, page_size, threshold, grid)
         self._transfers = transfers
         self._page_size = page_size
         self._load_back_threshold = hicache.load_back_threshold
@@ -248,7 +250,7 @@ class HiCache:
             return
         self._transfers.store(batch.ticket, move.device_pages, move.host_pages, move.after, move.states)
         if self.storage is not None:
-            backed_up = [node for node in nodes if batch.ticket in node.transfers]
+            backed_up = [node for node in nodes if batch.ticket in node.transfers and node.host_pages is not None]
             self.storage.write(backed_up, batch.ticket.points)
 
     # --- both ----------------------------------------------------------------------------------------
@@ -285,10 +287,11 @@ class HiCache:
             raise RuntimeError(
                 f"host KV pages do not add up while idle: {self.host_pages.num_leased} leased, {num_held} accounted for"
             )
-        tier = self.tree.host
-        if tier.states is not None and tier.states.num_leased != tier.num_states + tier.num_orphan_states:
+        tier, num_fetched = self.tree.host, 0 if self.storage is None else self.storage.num_fetch_states
+        num_held = tier.num_states + tier.num_orphan_states + num_fetched
+        if tier.states is not None and tier.states.num_leased != num_held:
             raise RuntimeError(
-                f"host states do not add up while idle: {tier.states.num_leased} leased, {tier.num_states} in the tree"
+                f"host states do not add up while idle: {tier.states.num_leased} leased, {num_held} accounted for"
             )
 
     def _load_batch(self) -> _Moves:
@@ -318,15 +321,24 @@ class _Wanted:
     extra_key: str  # its namespace
     num_forgotten: int  # how often :meth:`StorageTier.forget` had been called before
     num_settled: int = 0  # leading host pages that the tree has taken or that are free again
+    has_state: bool = True  # whether ``op.state``, if there is one, is still the prefetch's
 
 
 class StorageTier:
     """The storage below a tree. One thread, the scheduler's, calls it."""
 
     def __init__(
-        self, tree: HiRadixCache, host_pages: LeasePool, storage: Storage, page_size: int, prefetch_threshold: int
+        self,
+        tree: HiRadixCache,
+        host_pages: LeasePool,
+        storage: Storage,
+        page_size: int,
+        prefetch_threshold: int,
+        grid: int = 0,
     ) -> None:
-        """``prefetch_threshold``: prefixes with fewer tokens beyond device and host are not looked for."""
+        """``prefetch_threshold``: prefixes with fewer tokens beyond device and host are not looked for. ``grid``:
+        tokens between two states of recurrent layers, 0 if there are none."""
+        self._grid = grid
         self._tree = tree
         self._host_pages = host_pages
         self._controller = storage.controller
@@ -343,7 +355,8 @@ class StorageTier:
         """Store the host pages of ``nodes``, which hold their KV after ``after``."""
         for node in nodes:
             hold = self._tree.hold_host(node)
-            self._controller.write(hold.keys, hold.host_pages[: len(hold.keys)], after, hold.id)
+            state = node.host_state if len(hold.keys) == len(hold.host_pages) else None
+            self._controller.write(hold.keys, hold.host_pages[: len(hold.keys)], after, hold.id, state)
 
     # --- storage to host ------------------------------------------------------------------------------------------
 
@@ -359,7 +372,10 @@ class StorageTier:
         root = self._root_key(extra_key)
         keys = page_keys(root, tokens, self._page_size, lookahead, self._tree.images)[first:]
         self._num_prefetches += 1
-        op = Prefetch(self._num_prefetches, keys)
+        ends = None
+        if self._grid:
+            ends = [end for end in range(1, len(keys) + 1) if (first + end) * self._page_size % self._grid == 0]
+        op = Prefetch(self._num_prefetches, keys, ends)
         self._wanted[op.handle] = _Wanted(op, tokens, first, extra_key, self._num_forgotten)
         self._controller.query(op)
         return op
@@ -387,6 +403,11 @@ class StorageTier:
     def num_fetch_pages(self) -> int:
         """Host pages leased for prefetches, which are not the tree's."""
         return sum(len(w.op.host_pages) - w.num_settled for w in self._wanted.values())
+
+    @property
+    def num_fetch_states(self) -> int:
+        """Host slots of states leased for prefetches."""
+        return sum(w.op.state is not None and w.has_state for w in self._wanted.values())
 
     def complete(self, acks: Sequence[Ack]) -> None:
         """Process what the workers have done. Called in every step."""
@@ -423,7 +444,13 @@ class StorageTier:
         if leased is None:  # too few pages, or the host tier is full of pages in use
             self._controller.cancel(op)
             return
-        self._controller.fetch(op, *leased)
+        state = self._tree.host.alloc_state() if self._grid else None
+        if self._grid and state is None:
+            self._host_pages.retire(*leased)
+            self._controller.cancel(op)
+            return
+        slot, after = (None, Points.none()) if state is None else state
+        self._controller.fetch(op, leased[0], leased[1].join(after), slot)
 
     def _settle(self, op: Prefetch, num_pages: int) -> None:
         """The next ``num_pages`` pages of a fetch hold their KV: give the tree those it lacks, retire others."""
@@ -437,9 +464,14 @@ class StorageTier:
         spare = pages
         if wanted.num_forgotten == self._num_forgotten:
             spare = self._tree.insert_host(tokens, pages, op.after, wanted.extra_key)
+            if op.state is not None and end == len(op.host_pages):
+                self._tree.insert_host_state(tokens, op.state, op.after, wanted.extra_key)
+                wanted.has_state = False
         self._host_pages.retire(spare, op.after)
 
     def _end(self, op: Prefetch) -> None:
         wanted = self._wanted.pop(op.handle)
         unused = op.host_pages[wanted.num_settled :]
         self._host_pages.retire(unused, op.after)
+        if op.state is not None and wanted.has_state:
+            self._tree.host.retire_state(op.state, op.after)

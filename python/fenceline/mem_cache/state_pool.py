@@ -36,6 +36,8 @@ class StatePool:
         num_slots = num_rows + num_snapshots
         self.grid = grid
         self.num_rows = num_rows
+        # What the bytes of a snapshot are, the same for equal ones.
+        self.description = f"states each {grid}: {[spec.carried for spec in specs]}"
         self.snapshots = LeasePool("state snapshots", num_slots, reserved=num_rows)
         self.carried = zeros((num_slots, carried_nbytes(specs)), torch.uint8, device)
         self.kept = zeros((num_rows, _kept_nbytes(specs)), torch.uint8, device)

@@ -206,5 +206,5 @@ def open_tiers(parts: Parts) -> tuple[HiCacheController | None, Storage | None]:
         )
     if config.hicache.storage is not None:
         with phase("Opened the storage", "opening the storage"):
-            storage = make_storage(device, hicache.host_pool, config, rank=shard.rank)
+            storage = make_storage(device, hicache.host_pool, config, rank=shard.rank, states=hicache.host_states)
     return hicache, storage

@@ -503,7 +503,8 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         disabled = config.server_args.disable_radix_cache or is_useless
         tree = RadixCache(pages, page_size, disabled, lookahead, snapshots)
     else:
-        tiers = HiCache(pages, worker.hicache, config, worker.storage, snapshots)
+        grid = 0 if worker.states is None else worker.states.grid
+        tiers = HiCache(pages, worker.hicache, config, worker.storage, snapshots, grid)
         tree = tiers.tree
     num_rows_behind = 0 if draft is None else draft.num_rows_behind
     tree.images = ImageKeys(told_by(worker.device, IMAGE_KEYS), told_by(worker.device, IMAGE_NAMES))

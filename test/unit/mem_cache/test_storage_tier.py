@@ -44,13 +44,15 @@ class ScriptedStorage:
     def num_outstanding(self) -> int:
         return len(self.writes) + len(self.ops)
 
-    def write(self, keys: Sequence[PageKey], host_pages: np.ndarray, after: Points, handle: int) -> None:
+    def write(
+        self, keys: Sequence[PageKey], host_pages: np.ndarray, after: Points, handle: int, state: int | None
+    ) -> None:
         self.writes.append((handle, list(keys), host_pages.tolist()))
 
     def query(self, op: Prefetch) -> None:
         self.ops.append(op)
 
-    def fetch(self, op: Prefetch, host_pages: np.ndarray, after: Points) -> None:
+    def fetch(self, op: Prefetch, host_pages: np.ndarray, after: Points, state: int | None) -> None:
         op.host_pages, op.after = host_pages.copy(), after
 
     def cancel(self, op: Prefetch) -> None:

@@ -99,7 +99,6 @@ def test_tokens_are_those_of_the_reference(
         {"chunked_prefill_size": 48},
         {"max_total_tokens": 464, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
         {"disable_overlap_schedule": True, "page_size": 64},
-        {"max_total_tokens": 464, "max_mamba_cache_size": 9, **_TIERS},
         {"max_total_tokens": 464, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS},
         {"max_total_tokens": 464, "hicache_write_policy": "write_back", "retract_policy": "offload", **_TIERS},
         {
@@ -139,6 +138,42 @@ def test_a_conversation_goes_on_from_its_answers_state(
     assert last is not None and last.cached_tokens == 128
     fresh = _driver(checkpoint[0], disable_radix_cache=True)
     assert told == _told(fresh, [second])
+
+
+_LONG = {"json_model_override_args": '{"max_position_embeddings": 512}'}  # storage is searched for 256 tokens
+
+
+def _with_files(directory: Path, storage: Path) -> Driver:
+    tiers = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+    return _driver(directory, hicache_storage_dir=str(storage), **_TIERS, **tiers, **_LONG)
+
+
+def _from_files(driver: Driver, reqs: list[TokenizedGenerateReq]) -> tuple[object, int]:
+    """What is answered one by one, and how many tokens came from files; the driver ends."""
+    told = _told(driver, reqs, one_by_one=True)
+    while driver.scheduler.memory.num_outstanding:
+        driver.step()
+    driver.scheduler.memory.check_memory(every_page=True)
+    driver.scheduler.close()
+    return told, driver.scheduler.memory.cached_tokens["storage"]
+
+
+def test_the_next_server_finds_prefix_and_state_in_files(
+    checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    """But no pages without their state: of a prompt that parts before it, or where the state's file is damaged."""
+    directory, prompt = checkpoint[0], _prompt(3, 420)
+    reqs = [_request("whole", prompt, 4), _request("parts", [*prompt[:380], 5, 5], 4)]
+    right = _told(_driver(directory, disable_radix_cache=True, **_LONG), reqs, one_by_one=True)
+    assert _from_files(_with_files(directory, tmp_path), reqs[:1])[1] == 0
+    of_pages = [file for file in tmp_path.rglob("*.page") if file.stat().st_mtime_ns]
+    assert _from_files(_with_files(directory, tmp_path), reqs[1:])[1] == 0
+    assert _from_files(_with_files(directory, tmp_path), reqs) == (right, 384)
+    folders = {file.parents[1] for file in of_pages}
+    states = min(folders, key=lambda folder: len([*folder.rglob("*.page")]))
+    for file in states.rglob("*.page"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert _from_files(_with_files(directory, tmp_path), reqs) == (right, 0)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class HostStates:
         if num_slots < 1:
             raise ValueError("the host tier has room for no state: raise --hicache-size (GB) or --hicache-ratio")
         self.nbytes = states.carried.shape[1]  # of one slot
+        self.description = states.description
         self.slots = LeasePool("host states", num_slots, reserved=0)
         self.buffer = allocate_host(device, num_slots * self.nbytes, room).view(num_slots, self.nbytes)
         device.name_memory(self.buffer, "host_states", self.nbytes)

@@ -18,6 +18,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import HiCacheStorageConfig, storage_key
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.host_states import HostStates
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, PageRoots, page_fingerprint
 from fenceline.mem_cache.storage.backend import StorageBackend, StorageStats
 from fenceline.mem_cache.storage.file_backend import FileBackend
@@ -38,6 +39,7 @@ from fenceline.mem_cache.storage.worker import (
     Read,
     StopFlag,
     StorageWorker,
+    StoredStates,
     WriteJob,
     Wrote,
 )
@@ -233,16 +235,18 @@ class StorageController:
         num_workers: int = 2,
         limits: StorageLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        states: StoredStates | None = None,
     ) -> None:
         """``num_workers``: threads that move pages, of which one writes; one more answers queries. ``timeout_s``: how
-        long a request waits with policy ``timeout``. ``clock``: seconds, for time-outs and stalls."""
+        long a request waits with policy ``timeout``. ``clock``: seconds, for time-outs and stalls. ``states``:
+        None for a model without recurrent layers."""
         assert num_workers >= 2, f"one worker writes, the others read: {num_workers} are too few"
         assert backend.page_nbytes == host_pool.page_nbytes, "storage and host pool differ in what a page is"
         assert (timeout_s is not None) or policy != "timeout", "policy timeout needs a time"
         self._limits = limits = StorageLimits() if limits is None else limits
         self._policy: PrefetchPolicy = policy
         self._timeout_s = float("inf") if timeout_s is None or policy != "timeout" else timeout_s
-        self._backend = backend
+        self._backend, self._states = backend, states
         self._clock = clock
         quarter, half = (max(1, host_pool.num_pages // n) for n in (4, 2))
         self._max_write_pages = quarter if limits.max_write_pages is None else limits.max_write_pages
@@ -268,16 +272,19 @@ class StorageController:
         for queue in self._queues:
             for _ in range(queue.num_workers):
                 worker = StorageWorker(
-                    len(self._workers), backend, host_pool, queue.jobs, self._events, self._stop, batch_pages
+                    len(self._workers), backend, host_pool, queue.jobs, self._events, self._stop, batch_pages, states
                 )
                 self._workers.append(device.start_worker(f"storage-{queue.name}", worker.run))
 
     # --- host to storage -----------------------------------------------------------------------------
 
-    def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
+    def write(
+        self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int, state: int | None = None
+    ) -> None:
         """Store ``host_pages`` [n], whose transfers end at ``after``, under ``keys``, which are consecutive pages of a
-        prefix. The pages must stay leased and unchanged until :class:`Written` names ``handle``. If the queue has not
-        enough room, the last ones are dropped."""
+        prefix. ``state``: the slot on the host of the state after them, None for none. All must stay leased and
+        unchanged until :class:`Written` names ``handle``. If the queue has not enough room, the last ones are dropped.
+        """
         assert len(keys) == len(host_pages), f"{len(keys)} keys for {len(host_pages)} pages"
         assert not self._stop.is_set, "storage is closed"
         room = 0 if self._writes.is_stalled else self._max_write_pages - self._num_write_pages
@@ -287,7 +294,8 @@ class StorageController:
             self._own_acks.append(Written(handle, 0))
             return
         self._num_write_pages += num_pages
-        job = WriteJob(handle, tuple(keys[:num_pages]), host_pages[:num_pages].copy(), after)
+        state = state if num_pages == len(keys) else None
+        job = WriteJob(handle, tuple(keys[:num_pages]), host_pages[:num_pages].copy(), after, state)
         self._writes.put(job, self._clock())
 
     # --- storage to host -----------------------------------------------------------------------------
@@ -307,8 +315,9 @@ class StorageController:
             return
         self._queries.put(QueryJob(op), now)
 
-    def fetch(self, op: Prefetch, host_pages: I32, after: Points) -> None:
-        """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found. Each page
+    def fetch(self, op: Prefetch, host_pages: I32, after: Points, state: int | None = None) -> None:
+        """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found, and ``state``
+        (if ``op.ends`` is not None, and then all pages) with the state after them. Each page
         belongs to a worker until :class:`Fetched` names it, or until the closing ack."""
         progress = self._active.get(op)
         assert progress is not None and progress.state is _State.FOUND, f"{op!r} has nothing to fetch"
@@ -317,8 +326,8 @@ class StorageController:
         progress.num_found = len(host_pages)
         progress.state = _State.FETCHING
         op.host_pages = host_pages.copy()
-        op.after = after
-        job = FetchJob(op, op.keys[: len(host_pages)], op.host_pages, after)
+        op.after, op.state = after, state
+        job = FetchJob(op, op.keys[: len(host_pages)], op.host_pages, after, state)
         self._fetches.put(job, self._clock())
 
     def cancel(self, op: Prefetch) -> None:
@@ -356,9 +365,12 @@ class StorageController:
         return acks
 
     def stats(self) -> StorageTierStats:
+        backend = self._backend.stats()
+        if self._states is not None:
+            backend.add(self._states.backend.stats())
         return replace(
             self._stats,
-            backend=self._backend.stats(),
+            backend=backend,
             prefetches=self._stats.prefetches.copy(),
             num_prefetching=len(self._active),
             num_queued=self._num_write_pages,
@@ -450,7 +462,7 @@ class StorageController:
             self._end(op, Outcome.ABSENT, acks)
         else:
             num_found = min(event.num_pages, self._max_fetch_pages - self._num_fetch_pages)
-            if num_found == 0:
+            if num_found == 0 or (op.ends is not None and num_found < event.num_pages):
                 self._end(op, Outcome.DROPPED, acks)
                 return
             progress = self._active[op]
@@ -529,22 +541,28 @@ def make_storage(
     config: EngineConfig,
     clock: Callable[[], float] = time.monotonic,
     rank: int = 0,
+    states: HostStates | None = None,
 ) -> Storage | None:
     """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
     ``clock``: seconds, for time-outs; a run that has to be repeatable gives one that counts its steps. ``rank``: the
-    rank whose part of a page the pool holds. Raises ``ValueError`` with the remedy for a directory that cannot be used
-    or holds not even one page."""
+    rank whose part of a page the pool holds. ``states``: those of recurrent layers on the host. Raises ``ValueError``
+    with the remedy for a directory that cannot be used or holds not even one page."""
     storage = None if config.hicache is None else config.hicache.storage
     if storage is None:
         return None
-    fingerprint = page_fingerprint(config, host_pool.layout, rank)
+    fingerprint, key = page_fingerprint(config, host_pool.layout, rank), config.server_args.hicache_storage_key
+    stored = None
+    if states is not None:
+        of_states = replace(fingerprint, layout=states.description, page_nbytes=states.nbytes)
+        stored = StoredStates(states, _backend(storage, key, of_states))
     controller = StorageController(
         device,
         host_pool,
-        _backend(storage, config.server_args.hicache_storage_key, fingerprint),
+        _backend(storage, key, fingerprint),
         config.server_args.hicache_storage_prefetch_policy,
         storage.prefetch_timeout_s,
         clock=clock,
+        states=stored,
     )
     return Storage(controller, PageRoots(fingerprint))
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.host_states import HostStates
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.backend import PageParts, StorageBackend, num_leading
 from fenceline.memory_order import HostChannel
@@ -50,20 +51,25 @@ class Prefetch:
     ``StorageController.drain`` have said; ``controller.apply`` updates them when an ack is processed.
 
     ``keys``: of the pages wanted, in order; the first is the page after those that device and host have. Pages come in
-    order, so at any time ``host_pages[:num_fetched]`` hold their KV. After ``cancel`` no further page comes. All of
+    order, so at any time ``host_pages[:num_fetched]`` hold their KV. ``ends``: for a model with recurrent layers, after
+    how many of the pages there may be a state; then those found end with one, which comes to the slot ``state`` on the
+    host before the pages. After ``cancel`` no further page comes. All of
     ``host_pages`` stay leased until the closing ack (:class:`Done`). The unused ones are then retired with ``after``,
     for which the worker may not have waited. The used ones keep ``after`` too: the worker has waited, but the streams
     that access them next have not.
     """
 
     __slots__ = (
-        "after", "cancelled", "handle", "host_pages", "keys", "num_fetched", "num_found", "outcome", "timed_out"
+        "after", "cancelled", "ends", "handle", "host_pages", "keys", "num_fetched", "num_found", "outcome", "state",
+        "timed_out",
     )  # fmt: skip
 
-    def __init__(self, handle: int, keys: Sequence[PageKey]) -> None:
+    def __init__(self, handle: int, keys: Sequence[PageKey], ends: Sequence[int] | None = None) -> None:
         """``handle``: the number by which the caller knows this prefetch."""
         self.handle = handle
         self.keys = tuple(keys)
+        self.ends = ends
+        self.state: int | None = None  # set by ``fetch``
         self.num_found = 0  # pages that may be fetched
         self.num_fetched = 0
         self.timed_out = False
@@ -87,12 +93,14 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Store ``host_pages``, which may be read after ``after``, under ``keys``."""
+    """Store ``host_pages``, which may be read after ``after``, under ``keys``, and the host's ``state`` after them, if
+    there is one, under the last key."""
 
     handle: int
     keys: tuple[PageKey, ...]
     host_pages: I32
     after: Points
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +113,13 @@ class QueryJob:
 @dataclass(frozen=True, slots=True)
 class FetchJob:
     """Fill ``host_pages``, which may be written after ``after``, with the pages of ``keys``, in order, and stop at the
-    first one that is missing."""
+    first one that is missing. The slot ``state`` is filled before them; without it none is of use."""
 
     op: Prefetch
     keys: tuple[PageKey, ...]
     host_pages: I32
     after: Points
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,26 @@ class Gone:
 Event = Wrote | Asked | Began | Read | Cleared | Gone
 
 
+@dataclass(frozen=True, slots=True)
+class StoredStates:
+    """The states on the host, and where they are kept: files of their own, each under the key of the last page before
+    the state."""
+
+    host: HostStates
+    backend: StorageBackend
+
+    def set(self, key: PageKey, slot: int) -> bool:
+        return self.backend.set([key], [[self.host.piece(slot, False, "write of a state to storage")]])[0]
+
+    def get(self, key: PageKey, slot: int) -> bool:
+        return self.backend.get([key], [[self.host.piece(slot, True, "read of a state from storage")]])[0]
+
+    def last_end(self, op: Prefetch, num_pages: int) -> int:
+        """After how many of the first ``num_pages`` pages of ``op`` there is the last state, 0 for none."""
+        ends = (end for end in reversed(op.ends or ()) if end <= num_pages)
+        return next((end for end in ends if self.backend.exists([op.keys[end - 1]])[0]), 0)
+
+
 class StopFlag:
     """Tells workers not to begin any further job. It is never cleared."""
 
@@ -210,7 +239,9 @@ class StorageWorker:
         events: HostChannel[Event],
         stop: StopFlag,
         batch_pages: int,
+        states: StoredStates | None = None,
     ) -> None:
+        self._states = states
         self._number = number
         self._backend = backend
         self._host_pool = host_pool
@@ -238,6 +269,8 @@ class StorageWorker:
                 self._fetch(job)
             case ClearJob():
                 num_pages, cost = self._call(self._backend.clear, 0)
+                if self._states is not None:
+                    self._call(self._states.backend.clear, 0)
                 self._events.put(Cleared(num_pages, cost))
 
     def _write(self, job: WriteJob) -> None:
@@ -252,6 +285,8 @@ class StorageWorker:
             rest -= len(keys)
             # A prefix ends before the first page that is not stored, so later pages would never be read.
             last = rest == 0 or not all(stored)
+            if self._states is not None and job.state is not None and rest == 0 and all(stored):
+                self._call(partial(self._states.set, job.keys[-1], job.state), False)
             given_up = rest if last else 0
             self._events.put(Wrote(job.handle, len(keys) + given_up, sum(stored), total, last, cost))
             if last:
@@ -262,13 +297,21 @@ class StorageWorker:
             self._events.put(Asked(job.op, 0, Cost()))
             return
         found, cost = self._call(partial(self._backend.exists, job.op.keys), _NOTHING)
-        self._events.put(Asked(job.op, num_leading(found), cost))
+        num_pages = num_leading(found)
+        if self._states is not None:
+            num_pages, _ = self._call(partial(self._states.last_end, job.op, num_pages), 0)
+        self._events.put(Asked(job.op, num_pages, cost))
 
     def _fetch(self, job: FetchJob) -> None:
         op, rest = job.op, len(job.keys)
         self._events.put(Began(op))
         if not op.cancelled:
             self._wait(job.after)
+            if self._states is not None and job.state is not None:
+                there, cost = self._call(partial(self._states.get, job.keys[-1], job.state), False)
+                if not there:
+                    self._events.put(Read(op, 0, True, True, cost))
+                    return
         for batch in self._batches(len(job.keys)):
             if self._stop.is_set:
                 return

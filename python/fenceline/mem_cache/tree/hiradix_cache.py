@@ -273,8 +273,23 @@ class HiRadixCache(RadixCache):
         self._add_host_leaf(path[-1], own_tokens, offered[num_known:].copy(), after, extra_key)
         return offered[:num_known].copy()
 
+    def insert_host_state(
+        self, token_ids: IntArray, slot: int, after: Points = Points.none(), extra_key: str = ""
+    ) -> None:
+        """Hand over the host's ``slot`` of the state after ``token_ids`` [n], whole pages with lookahead, written after
+        ``after``. It is retired if the tree does not have all of their pages, or has such a state."""
+        tokens = as_tokens(token_ids)
+        path = self._walk(tokens, extra_key)
+        node = path[-1]
+        if node.host_state is not None or sum(each.num_pages for each in path) != self._num_pages(tokens):
+            self.host.retire_state(slot, after)
+            return
+        self.host.add_state(node, slot, after)
+        self.num_created += 1  # prefixes that have been looked up may now be longer
+
     def hold_host(self, node: TreeNode) -> HostHold:
-        """Pin the host pages of ``node``, which has some, until :meth:`release_hold`, whatever happens to the node."""
+        """Pin the host pages of ``node``, which has some, and its state, until :meth:`release_hold`, whatever happens
+        to the node."""
         return self.host.hold(node, self.keys(node) if self._root_key is not None else [])
 
     def release_hold(self, hold_id: int) -> None:
