@@ -56,7 +56,7 @@ class Mamba2(RecurrentMixer):
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         heads, dim, groups = self.heads.num_heads, self.heads.head_dim, self.gates.num_groups
         z, mixed, dt = projected.split((heads * dim, len(self.conv_weight), heads), 1)
-        mixed = self._kernels.short_convolution(mixed.contiguous(), self.conv_weight, self.conv_bias, True, state, rows)
+        mixed = self._kernels.short_convolution(mixed, self.conv_weight, self.conv_bias, True, state, rows)
         q, k, v, decays = self._kernels.mamba_inputs(mixed, dt, self.gates)
         result = self._kernels.recurrence(q, k, v, decays, None, state, rows).view(len(z), groups, -1)
         skip = mixed[:, : heads * dim].unflatten(1, (heads, dim)), self.gates.skip
