@@ -53,10 +53,13 @@ _HOT = {"temperature": 4.0}  # at which every token of the vocabulary is drawn
 
 def make_scenario(random: Random) -> Scenario:
     """A function of the seed: half of the requests share a prefix with another, in a pool that holds few of them. Some
-    runs speculate."""
+    runs speculate, and some have recurrent layers."""
     script = Script(random)
     _requests(script)
     flags = _flags(script)
+    own = Random(str(random.getstate()[1][:8]))  # so that the other runs stay as they are
+    if "draft" not in flags and own.random() < 0.4:
+        flags = {**flags, "model": "states", "max_mamba_cache_size": own.choice((4, 6)), "ep_size": 1}
     return _illustrated(script.scenario(**flags, **_new_weights(script, flags)), random)
 
 
