@@ -234,7 +234,8 @@ def _recurrences() -> Iterator[Launch]:
             state = {"conv": columns, "x": ring}
             recurrence.short_convolution(x, weight, bias, True, state, _state_rows(given, lens), pdl)
 
-        operands = (_random(num_tokens, channels), _random(channels, 4), _random(channels) if has_all else None)
+        x = _random(num_tokens, channels + 8)[:, 4:-4]  # a part of what a projection makes
+        operands = (x, _random(channels, 4), _random(channels) if has_all else None)
         name = f"short_convolution, {'with' if has_all else 'without'} a bias"
         yield Launch(name, accesses.short_convolution, (*operands, *rows, *state, out), convolve, [out])
         sizes = (num_tokens, 1, 12), (num_tokens, 1, 12), (num_tokens, 2, 20), (num_tokens, 2)
