@@ -50,7 +50,7 @@ TESTS: dict[str, dict[str, str]] = {
     "log_sums": {"fixed_order": "log_sums"},
     "page_gather": {"page_gather": "", "kernel_accesses": "gather"},
     "quantized_gemm": {"kernel_accesses": "quant|scaled", "quantized_kernels": "", "fixed_order": "fp8|int8"},
-    "recurrence": {"triton_recurrence": "", "kernel_accesses": "delta|gated_norm|convolution|recurrence"},
+    "recurrence": {"triton_recurrence": "", "kernel_accesses": "delta|mamba|gated_norm|convolution|recurrence"},
     "rms_norm": {"triton_layer_kernels": "rms_norm", "kernel_accesses": "rms_norm"},
     "rotate_store": {"triton_layer_kernels": "rotate", "kernel_accesses": "rotate", "fixed_order": "layers"},
     "routing": {"kernel_accesses": "rout|experts|place_pairs", "experts": "logits|routes", "fixed_order": "layers"},

@@ -624,7 +624,8 @@ def _nemotron_h_renamed(hf: Mapping[str, object]) -> dict[str, object]:
     stated = kinds or entries.get("layer_types") or pattern
     if isinstance(stated, str | list):
         entries["layer_types"] = [_NEMOTRON_H_KINDS.get(str(kind), str(kind)) for kind in stated]
-        entries.setdefault("num_hidden_layers", len(stated))
+        if entries.get("num_hidden_layers") is None:
+            entries["num_hidden_layers"] = len(stated)
     for name, usual in (("layer_norm_epsilon", "rms_norm_eps"), ("attention_head_dim", "head_dim")):
         if name in entries:
             entries[usual] = entries.pop(name)

@@ -230,6 +230,7 @@ QWEN: Json = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 
 
 
 QWEN_3_5: Json = {"architectures": ["Qwen3_5ForCausalLM"]}
+NEMOTRON_H: Json = {"architectures": ["NemotronHForCausalLM"], "rope_theta": 10000.0}
 GEMMA: Json = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA3: Json = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 512, "num_hidden_layers": 8}
 EXAONE: Json = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"}
@@ -332,6 +333,19 @@ def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
         ({"layer_types": ["conv"] * 4, "architectures": ["Lfm2ForCausalLM"]}, "none of 4 layers attends"),
         ({"layer_types": ["sliding_attention"] * 4, **QWEN_3_5}, "linear_attention or full_attention of each of the 4"),
         ({"layer_types": ["full_attention"], **QWEN_3_5}, "linear_attention or full_attention of each of the 4"),
+        ({"hybrid_override_pattern": "M-", **NEMOTRON_H}, "must say M, .*, - or E of each of the 4 layers"),
+        ({"hybrid_override_pattern": "M-X*", **NEMOTRON_H}, "must say M, .*, - or E of each of the 4 layers"),
+        ({"hybrid_override_pattern": "M--*", **NEMOTRON_H}, "- or E not behind M or"),
+        ({"hybrid_override_pattern": "-M-*", **NEMOTRON_H}, "- or E not behind M or"),
+        ({"hybrid_override_pattern": "M-M-", **NEMOTRON_H}, "none of 4 layers attends"),
+        ({"hybrid_override_pattern": "M-M*", "n_groups": 3, **NEMOTRON_H}, "128 must be a multiple of n_groups 3"),
+        ({"hybrid_override_pattern": "M-M*", "time_step_limit": [0.1], **NEMOTRON_H}, "two numbers from 0 on"),
+        ({"hybrid_override_pattern": "M-M*", "mlp_hidden_act": "silu", **NEMOTRON_H}, 'only "relu2" or null is'),
+        (
+            {"hybrid_override_pattern": "MEM*", "n_shared_experts": 2, **NEMOTRON_H},
+            "n_shared_experts 2 is not supported",
+        ),
+        ({"hybrid_override_pattern": "MEM*", "mlp_bias": True, **NEMOTRON_H}, "mlp_bias true is not supported"),
         ({"use_bidirectional_attention": True, **GEMMA}, "use_bidirectional_attention true is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ({"is_causal": False}, "only true or null is"),
