@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,9 @@ from types import FrameType, TracebackType
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
 _TAIL_LINES = 40
+# In the log of a machine's first start, whose prefill steps use other kernels than those of every later one.
+_COMPILING = re.compile(r"Compiling FlashInfer's module")
+_COMPILED = re.compile(r"FlashInfer's module \S+ (is compiled|does not compile)")
 
 
 class ServerDied(Exception):
@@ -30,8 +34,10 @@ class BenchServer:
     """``python -m fenceline.launch_server`` on a free port. Use it in a ``with`` block.
 
     --load-format is dummy unless ``flags`` say otherwise. ``launcher``: the arguments for Python, launch_server or a
-    replacement that takes its flags. ``source``: the root of another checkout, whose server is started. Raises
-    ServerDied on entering the block if the server is not healthy after ``start_timeout_s``.
+    replacement that takes its flags. ``source``: the root of another checkout, whose server is started. A server that
+    compiles FlashInfer's kernels in the background is started again when they are compiled, since it computes prompts
+    by others until then, beside the compilers. Raises ServerDied on entering the block if the server is not healthy
+    after ``start_timeout_s``, or has not compiled them after as long.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class BenchServer:
         if source is not None:
             paths = [str(source.resolve() / folder) for folder in ("python", "sgl-kernel/python")]
             self._env["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-        self._log = log
+        self._log, self._log_start = log, 0
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -78,23 +84,45 @@ class BenchServer:
     def __enter__(self) -> BenchServer:
         if threading.current_thread() is threading.main_thread():  # only the main thread may set signal handlers
             signal.signal(signal.SIGTERM, _leave)
-        begin = time.perf_counter()
-        with self._log.open("ab") as file:  # in a session of its own, so that stop() reaches every child
-            self._process = subprocess.Popen(
-                self.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=self._env
-            )
         try:
-            while not self._healthy():
-                if not self.alive:
-                    raise ServerDied(f"the server ended while starting\n{self.log_tail()}")
-                if time.perf_counter() - begin > self._start_timeout_s:
-                    raise ServerDied(f"not ready after {self._start_timeout_s:g} s\n{self.log_tail()}")
-                time.sleep(_POLL_S)
+            self._start()
+            if self._has_compiled():
+                self.stop()
+                self._start()
         except BaseException:
             self.stop()
             raise
-        self.start_s = time.perf_counter() - begin
         return self
+
+    def _start(self) -> None:
+        begin = time.perf_counter()
+        with self._log.open("ab") as file:  # in a session of its own, so that stop() reaches every child
+            self._log_start = file.tell()
+            self._process = subprocess.Popen(
+                self.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=self._env
+            )
+        while not self._healthy():
+            self._await(begin, "not ready")
+        self.start_s = time.perf_counter() - begin
+
+    def _has_compiled(self) -> bool:
+        """Whether the server compiles FlashInfer's kernels; waits until it has."""
+        begin = time.perf_counter()
+        while len(_COMPILING.findall(self._own_log())) > len(_COMPILED.findall(self._own_log())):
+            self._await(begin, "FlashInfer's kernels are not compiled")
+        return bool(_COMPILING.search(self._own_log()))
+
+    def _own_log(self) -> str:
+        """The log since the server was started."""
+        return self._log.read_bytes()[self._log_start :].decode(errors="replace")
+
+    def _await(self, begin: float, what: str) -> None:
+        """Wait for a moment. Raises ServerDied if the server has ended, or too much time has passed since ``begin``."""
+        if not self.alive:
+            raise ServerDied(f"the server ended while starting\n{self.log_tail()}")
+        if time.perf_counter() - begin > self._start_timeout_s:
+            raise ServerDied(f"{what} after {self._start_timeout_s:g} s\n{self.log_tail()}")
+        time.sleep(_POLL_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import selectors
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -88,6 +89,11 @@ class InProcessEngine:
         self.device = open_device(self.config.device, index=None if num_ranks == 1 else 0)
         shard = Shard() if num_ranks == 1 else join_ranks(self.config, self._ports, 0, self.device)
         self.runner = ModelRunner(self.config, self.device, show_progress=False, shard=shard)
+        compilers = [thread for thread in threading.enumerate() if thread.name == "compile"]
+        for thread in compilers:
+            thread.join()
+        if compilers:
+            print("FlashInfer has been compiled: run this again if prefill steps matter, which do not use it yet")
         outbox = SocketOutbox(self._ports, skip_detokenizer=False)
         link = None
         if num_ranks > 1:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.layers.attention.flashinfer_library import AttentionShape, InstalledLibrary
 from fenceline.layers.context import Shard, torch_context
 from fenceline.models.families import make_model
 
@@ -182,3 +186,68 @@ def test_the_table_of_two_servers_has_medians_and_ratios() -> None:
     row = table_row("8b", "1", {"before": before, "after": after})
     assert row == f"| 8b | {LOADS['1']} | 100 | 110 | 1.100 | 11.0 | 22.0 | 2.000 | 4.200 | 2.100 | 0.500 |"
     assert table_row("8b", "1", {"before": before, "after": runs(None)}).endswith("| failed |")
+
+
+_COMPILING_SERVER = """
+import http.server, os, sys, threading
+port, starts = int(sys.argv[sys.argv.index("--port") + 1]), sys.argv[sys.argv.index("--starts") + 1]
+with open(starts, "a+") as file:
+    file.write("x")
+    file.seek(0)
+    is_first = file.read() == "x"
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if is_first:  # once it is healthy
+            print("FlashInfer's module batch_prefill is compiled", flush=True)
+
+if is_first:
+    print("Compiling FlashInfer's module batch_prefill in the background", flush=True)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_says_what_the_benchmark_waits_for(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import bench_server
+
+    def build(verbose: bool, need_lock: bool) -> None:
+        if fails:
+            raise RuntimeError("no compiler")
+
+    spec = SimpleNamespace(name="batch_decode", is_compiled=False, build=build)
+    library = SimpleNamespace(gen_batch_decode_module=lambda *args: spec)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.attention.modules", library)
+    monkeypatch.setattr("os.setpriority", lambda *args: None)  # it would be that of the tests on some systems
+    with caplog.at_level("INFO"):
+        InstalledLibrary().decode_module(AttentionShape(2, 1, 64, 1, torch.bfloat16)).begin_to_compile()
+        for thread in threading.enumerate():
+            if thread.name == "compile":
+                thread.join()
+    begun, ended = caplog.messages
+    assert bench_server._COMPILING.search(begun) and bench_server._COMPILED.search(ended)
+    assert ("does not compile" in ended) == fails
+
+
+def test_a_server_that_compiles_is_started_again(tmp_path: Path) -> None:
+    from bench_server import BenchServer
+
+    starts, log = tmp_path / "starts", tmp_path / "log"
+    for _ in range(2):  # a log may go on
+        with BenchServer(tmp_path, ["--starts", str(starts)], log, 60.0, ("-c", _COMPILING_SERVER)) as server:
+            assert server.alive and starts.read_text() == "xx"
+        starts.unlink()
+
+
+def test_a_server_that_ends_while_it_starts_is_reported(tmp_path: Path) -> None:
+    from bench_server import BenchServer, ServerDied
+
+    with (
+        pytest.raises(ServerDied, match="ended while starting\n  \\| no model"),
+        BenchServer(tmp_path, [], tmp_path / "log", launcher=("-c", "print('no model')")),
+    ):
+        pass

@@ -176,14 +176,19 @@ class _CompiledModule:
         """See ``Module``. The compilers have the lowest priority, since steps may be computed meanwhile. FlashInfer
         locks the module, so that of several processes one compiles it."""
         if not self.is_compiled:
-            threading.Thread(target=self._compile, args=(self._spec(),), name="compile", daemon=True).start()
+            spec = self._spec()
+            logger.info("Compiling FlashInfer's module %s in the background", spec.name)
+            threading.Thread(target=self._compile, args=(spec,), name="compile", daemon=True).start()
 
     def _compile(self, spec: Any) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)  # Linux: of this thread alone
         try:
             spec.build(verbose=False, need_lock=True)
         except Exception as error:  # whoever asks for the functions gets it as well, and says what to do
-            logger.debug("FlashInfer's module %s does not compile: %s", spec.name, error)
+            logger.info("FlashInfer's module %s does not compile", spec.name)
+            logger.debug("", exc_info=error)
+        else:
+            logger.info("FlashInfer's module %s is compiled", spec.name)
 
     def _spec(self) -> Any:
         generators = import_module("flashinfer.jit.attention.modules")
