@@ -130,6 +130,7 @@ def test_configs_name_no_code() -> None:
             "Qwen2_5_VLForConditionalGeneration",
             "Qwen3ForCausalLM",
             "Qwen3MoeForCausalLM",
+            "Qwen3NextForCausalLM",
         )
         assert "auto_map" not in config
 
