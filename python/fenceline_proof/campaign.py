@@ -27,8 +27,8 @@ from fenceline_sim.pairs import missed
 from fenceline_sim.policy import Answers
 
 # From this many runs of the workload ``everything`` on, every edge must have had two accesses to order, and every event
-# must have been seen. For events that have not been, those of this many seeds are added that may show them, because every
-# change to the engine changes which seeds reach a rare event.
+# must have been seen. For events that have not been, those of this many seeds are added that may show them, because
+# every change to the engine changes which seeds reach a rare event.
 _RUNS_FOR_EVENTS, _MORE_SEEDS_FOR_EVENTS = 20, 100
 # An edge or guard that should be necessary gets up to so many times the usual number of runs, if none has failed as it
 # must.
