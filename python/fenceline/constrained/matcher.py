@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -29,6 +31,16 @@ _AT_ONCE = 8
 # token. An ambiguous one may take longer with every token, and all requests of the batch wait for it.
 TOKEN_S = 0.002
 EXCESS_S = 0.1
+
+
+class _NoTransformers(ModuleType):
+    """In the place of transformers while the library is imported, which names types of tokenizers there. Nobody gives
+    it one here, and the import takes half a second."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 class GrammarStore:
@@ -56,10 +68,16 @@ class GrammarStore:
     def prepare(self) -> None:
         """Import the library now, before a request has to wait for it. This may take seconds and holds the interpreter
         lock for most of them, so another thread would not help. Raises ValueError with the remedy if that fails."""
+        has_transformers = "transformers" in sys.modules
+        if not has_transformers:
+            sys.modules["transformers"] = _NoTransformers("transformers")
         try:
             import xgrammar  # noqa: F401
         except ImportError as error:
             raise ValueError(f"--grammar-backend xgrammar: it cannot be used ({error}): {GRAMMAR_REMEDY}") from error
+        finally:
+            if not has_transformers:
+                del sys.modules["transformers"]
 
     def use_threads(self, num: int) -> None:
         """From now on ``num`` threads, the caller's included, fill masks; to be called once. The library could use

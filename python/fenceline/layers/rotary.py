@@ -50,8 +50,8 @@ class RotaryEmbedding:
         # [positions, 3 * head_dim / 2]: cos twice, because it multiplies the whole head at once, then sin.
         self.table = torch.cat((cos, cos, sin), dim=-1).to(torch.get_default_device())
         self.order = _order(head_dim, rotated, interleaved)
-        # By which axis each column of the table turns.
-        self._axes = torch.tensor([*axes, *[0] * (head_dim // 2 - len(axes))]).repeat(3)
+        # By which axis each column of the table turns. (``repeat`` on the device meta would import sympy.)
+        self._axes = torch.tensor([*axes, *[0] * (head_dim // 2 - len(axes))] * 3)
         self.local = self
         """The table for layers with a sliding window, which in some families have other angles."""
 

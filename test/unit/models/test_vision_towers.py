@@ -123,9 +123,24 @@ def test_embeddings_do_not_depend_on_the_company(
 
 
 def test_models_of_text_start_without_torchs_compiler() -> None:
-    """Which takes two seconds to import, and comes with torch's attention to many images."""
-    program = "import sys, fenceline.scheduler.process; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    """Which takes two seconds to import, and comes with torch's attention to many images. And without sympy, which
+    checks on the device meta import, and transformers, which the library for grammars imports."""
+    program = (
+        "import sys, torch, fenceline.scheduler.process\n"
+        "from fenceline.config.engine_config import resolve\n"
+        "from fenceline.config.server_args import ServerArgs\n"
+        "from fenceline.constrained.matcher import GrammarStore\n"
+        "from fenceline.layers.context import Shard, torch_context\n"
+        "from fenceline.models.loader import load_model\n"
+        "model = resolve(ServerArgs(model_path='demo', device='cpu')).model\n"
+        "load_model(model, 'auto', torch.device('cpu'), torch_context(Shard(), torch.float32), 0, progress=False)\n"
+        "GrammarStore([1]).prepare()\n"
+        "assert 'xgrammar' in sys.modules\n"
+        "found = {'torch._dynamo', 'sympy', 'transformers'} & sys.modules.keys()\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
