@@ -91,6 +91,15 @@ def test_a_model_that_reads_images_around_a_size_of_graphs(size: int, tmp_path: 
     assert ended.well and all(found is not None and found["differ"] == [] for found in ended.found), ended.text
 
 
+@pytest.mark.parametrize("size", [size for size in SIZES if size == 2])
+def test_ranks_divide_the_states_of_recurrent_layers(size: int, tmp_path: Path) -> None:
+    ended = Ended("states", size, tmp_path, limit_s=120)
+    assert ended.well, ended.text
+    told = [found["tokens"] for found in ended.found if found is not None]
+    assert told == told[:1] * size
+    assert all(found is not None and found["worst"] < 2e-2 for found in ended.found), ended.found
+
+
 def test_f10_with_images_a_replay_needs_the_exchange(tmp_path: Path) -> None:
     ended = Ended("pictures_unregistered", 2, tmp_path, limit_s=120)
     assert not ended.well or all(found is not None and found["differ"] for found in ended.found), ended.text

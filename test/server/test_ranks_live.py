@@ -48,11 +48,12 @@ def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object
 
 
 @pytest.mark.long
-def test_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path) -> None:
-    """And with latents, which all ranks have."""
-    save_checkpoint("deepseek-v2-lite", tmp_path)
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "kimi-linear"])
+def test_ranks_with_experts_of_their_own_answer_as_one(name: str, tmp_path: Path) -> None:
+    """And with latents, which all ranks have; the second one with states, which they divide."""
+    save_checkpoint(name, tmp_path)
     flags: dict[str, object] = {"model_path": str(tmp_path), "max_total_tokens": 1024}
-    prompts = [[(7 * i + j) % 50 for j in range(30)] for i in range(6)]
+    prompts = [[(7 * i + j) % 50 for j in range(70)] for i in range(6)]
     params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     reqs = [request(f"r{i}", ids, **params) for i, ids in enumerate(prompts)]
     expected = answers(make_model_driver(**flags), reqs)

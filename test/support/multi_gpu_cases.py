@@ -274,6 +274,33 @@ def pictures(rank: Rank) -> Found:
     return {"differ": [index for index, (ours, right) in enumerate(zip(found, expected, strict=True)) if ours != right]}
 
 
+def states(rank: Rank) -> Found:
+    """A model with recurrent layers, whose states are divided by heads: logprobs are near those of one rank on a CPU."""
+    from model_parity import save_checkpoint  # imports transformers: seconds
+    from scheduler_driver import answers, make_model_driver, request
+
+    folder = rank.folder / f"model{rank.rank}"
+    save_checkpoint("qwen3-next", folder)
+    params = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True, "return_logprob": True}
+    prompts = [[2 + (length * 7 + number * number) % 90 for number in range(length)] for length in (50, 64, 115, 150)]
+
+    def told(turn: str, **flags: object) -> tuple[list[list[int]], list[list[float | None]]]:
+        driver = make_model_driver(model_path=str(folder), **flags)  # type: ignore[arg-type]
+        reqs = [request(f"{turn}{i}", prompt, **params) for i, prompt in enumerate(prompts)]
+        tokens = answers(driver, reqs) + answers(driver, [request("again", prompts[3], **params)])
+        return tokens, [driver.output_logprobs[req.rid] for req in reqs]
+
+    expected = told("cpu")
+    shard = Shard(rank.rank, rank.size, rank.communicator)
+    tokens, scores = told("gpu", device="cuda", rank=(rank.device, shard), cuda_graph_bs=(1, 4))
+    worst = 0.0
+    for ours, theirs, said, right in zip(scores, expected[1], tokens, expected[0], strict=False):
+        same = next((i for i, (a, b) in enumerate(zip(said, right, strict=True)) if a != b), len(said))
+        assert same > 0, "the first token"
+        worst = max(worst, *(abs((a or 0.0) - (b or 0.0)) for a, b in zip(ours[:same], theirs[:same], strict=True)))
+    return {"tokens": tokens, "worst": worst}
+
+
 def two_streams(rank: Rank) -> Found:
     """F19: the communicator raises if it is used on another stream."""
     device = rank.device
@@ -357,6 +384,7 @@ CASES: dict[str, tuple[Callable[[Rank], Found], frozenset[str]]] = {
     "pictures": (pictures, frozenset()),
     "pictures_cut_to_fit": (pictures, frozenset({TOTAL_BUCKETS.name})),
     "pictures_unregistered": (pictures, frozenset({REGISTERED_GRAPH.name})),
+    "states": (states, frozenset()),
     "two_streams": (two_streams, frozenset()),
     "unordered_streams": (unordered_streams, frozenset({ONE_STREAM.name})),
     "gives_up": (gives_up, frozenset()),
