@@ -275,7 +275,7 @@ def pictures(rank: Rank) -> Found:
 
 
 def states(rank: Rank) -> Found:
-    """A model with recurrent layers, whose states are divided by heads: logprobs are near those of one rank on a CPU."""
+    """A model with recurrent layers, whose states are divided by heads: its logprobs are near those of one CPU."""
     from model_parity import save_checkpoint  # imports transformers: seconds
     from scheduler_driver import answers, make_model_driver, request
 
