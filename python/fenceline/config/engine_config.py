@@ -216,7 +216,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     _check_images(args, model, device, chunk and min(chunk, max_prefill_tokens))
-    max_running_requests = _max_running_requests(args, device, model.context_length)
+    max_running_requests = _max_running_requests(args, device, model)
     _check_states(args, model, max_running_requests)
     _check_blocks(args, model, device)
     attention = attention_backends(args, device, model)
@@ -644,13 +644,16 @@ def _whole_pages(args: ServerArgs) -> int | None:
     return args.max_total_tokens // args.page_size * args.page_size
 
 
-def _max_running_requests(args: ServerArgs, device: str, context_length: int) -> int:
+def _max_running_requests(args: ServerArgs, device: str, model: ModelConfig) -> int:
+    """Of a model with states fewer may run, for which there is room (``state_pool.most_running``)."""
     if args.max_running_requests is not None:
         return args.max_running_requests
-    row_bytes = 4 * -(-context_length // args.page_size)
+    row_bytes = 4 * -(-model.context_length // args.page_size)
     limit = min(_MAX_RUNNING_REQUESTS[_limits_of(device)], _ROW_TABLE_BYTES[_limits_of(device)] // row_bytes)
     if args.max_total_tokens is not None:
         limit = min(limit, args.max_total_tokens // args.page_size)
+    if model.recurrent_layers and args.max_mamba_cache_size is not None:
+        limit = min(limit, args.max_mamba_cache_size // (1 if args.disable_radix_cache else 2))
     return max(limit, 1)
 
 

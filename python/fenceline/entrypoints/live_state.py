@@ -33,7 +33,6 @@ class LiveState:
         self._about = {
             "model": config.served_model_name,
             "version": __version__,
-            "max_running_requests": config.max_running_requests,
             "context_length": config.model.context_length,
             "has_image_understanding": config.images is not None,
             "max_image_bytes": MAX_BYTES,
@@ -64,10 +63,13 @@ class LiveState:
 
     async def _ask(self) -> None:
         state, steps = await self._manager.live_state(NUM_STEPS)
+        limits = self._manager.limits
+        assert limits is not None, "the scheduler answers when it is ready"
         self._was_idle = not state.num_running_reqs and not state.num_queue_reqs
         self._latest = orjson.dumps(
             {
                 **self._about,
+                "max_running_requests": limits.max_running_requests,
                 "time": _now(),
                 "latency": self._manager.metrics.latency(),
                 "state": msgspec.to_builtins(state),

@@ -91,6 +91,24 @@ def _kept_nbytes(specs: Sequence[StateSpec]) -> int:
     return sum(_aligned(rows.length(0) * rows.row.nbytes) for spec in specs for rows in spec.kept)
 
 
+def most_running(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
+    """``config.max_running_requests``; unless ``--max-running-requests`` is given no more than have room for their
+    states and, if prefixes are cached, for a snapshot each."""
+    args, carried = config.server_args, carried_nbytes(specs)
+    if args.max_running_requests is not None:
+        return config.max_running_requests
+    row_bytes = carried + _kept_nbytes(specs)
+    with_snapshot = row_bytes + (0 if args.disable_radix_cache else carried)
+    fit = (_share(config, device) - row_bytes) // with_snapshot  # without the sink
+    return min(config.max_running_requests, max(fit, 1))
+
+
+def _share(config: EngineConfig, device: Device) -> int:
+    """Bytes of the memory for the cache that states may take (``--mamba-full-memory-ratio``)."""
+    ratio = config.server_args.mamba_full_memory_ratio
+    return int(cache_budget(config, device, config.num_sharing) * ratio / (1 + ratio))
+
+
 def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
     """How many snapshots the pool has beside the slots of rows. ``--max-mamba-cache-size`` if given; else as many as
     fit into the states' share of the memory for the cache (``--mamba-full-memory-ratio``), but no more than prefixes
@@ -99,8 +117,7 @@ def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpe
     args, most = config.server_args, config.max_running_requests
     carried, ratio = carried_nbytes(specs), args.mamba_full_memory_ratio
     row_bytes = carried + _kept_nbytes(specs)
-    share = cache_budget(config, device, config.num_sharing) * ratio / (1 + ratio)
-    budget = int(share) - row_bytes  # without the sink
+    budget = _share(config, device) - row_bytes  # without the sink
     if budget < most * row_bytes:
         raise ValueError(
             f"--max-running-requests {most}: the states of a request take {row_bytes / 1e6:.1f} MB, and"

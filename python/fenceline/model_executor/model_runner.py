@@ -84,10 +84,10 @@ class ModelRunner:
     ) -> None:
         """``shard``: the part of the model that this rank computes; its communicator belongs to FORWARD."""
         self.device = device
-        self._config = config
         if config.server_args.memory_check == "order":
             device.check_order()
         parts = build_parts(config, device, shard, show_progress)
+        config = self._config = parts.config
         self.model, self.draft, self.sampler = parts.model, parts.draft, parts.sampler
         self.req_pool, self.kv_pool, self.pages = parts.req_pool, parts.kv_pool, parts.pages
         self.states = parts.states

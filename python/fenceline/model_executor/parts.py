@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fenceline.config.draft_config import StepShape
-from fenceline.config.engine_config import EngineConfig
+from fenceline.config.engine_config import EngineConfig, cuda_graph_bs
 from fenceline.config.model_files import weight_files
 from fenceline.config.weight_headers import check_fits, read_headers, weight_bytes
 from fenceline.ipc.progress import announced
@@ -22,7 +22,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hi
 from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import EmbeddingPool, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.page_tags import PageTags
-from fenceline.mem_cache.state_pool import StatePool, num_snapshots
+from fenceline.mem_cache.state_pool import StatePool, most_running, num_snapshots
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, LeasePool, MaskTable, page_leases, selecting
 from fenceline.model_executor.step_accesses import StepAccesses
@@ -86,6 +86,7 @@ class Parts:
 def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progress: bool) -> Parts:
     """Load the weights of ``shard``, allocate request rows, and what memory is left as KV pages."""
     model, draft = _load_models(config, device, shard, show_progress)
+    config = _with_room_for_states(config, device, model)
     largest = StepShape() if config.speculative is None else config.speculative.largest
     num_rows, vocab_size = config.max_running_requests + 1, config.model.vocab_size  # with the sink
     how = num_rows, device.torch_device, config.server_args.enable_deterministic_inference
@@ -124,6 +125,19 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
         config, device, model, draft, largest, sampler, rank_sampler, masks,
         req_pool, embeddings, states, kv_pool, pages, accesses, attention, draft_attention, page_tags,
     )  # fmt: skip
+
+
+def _with_room_for_states(config: EngineConfig, device: Device, model: CausalLM) -> EngineConfig:
+    """``config``, in which no more requests run than ``most_running`` on each rank."""
+    if not model.state_specs:
+        return config
+    with device.forward.active():
+        most = model.context.shard.smallest(most_running(config, device, model.state_specs))
+    if most == config.max_running_requests:
+        return config
+    logger.info("At most %d requests run at a time, because of their states (--max-running-requests)", most)
+    buckets = cuda_graph_bs(config.server_args, config.device, most)
+    return replace(config, max_running_requests=most, cuda_graph_bs=buckets)
 
 
 def _make_states(config: EngineConfig, device: Device, model: CausalLM, num_rows: int) -> StatePool | None:

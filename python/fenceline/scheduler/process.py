@@ -186,6 +186,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
             with device.forward.active():
                 config = agreed(config, shard.exchange(described(config)))
         worker = ModelRunner(config, device, show_progress=rank == 0, shard=shard)
+        config = worker.parts.config
         inbox = _NoInbox() if messages is None else SocketInbox(messages, watchdog, FreeMemoryWatch())
         if num_ranks > 1:
             channels = _RankChannels(config, ports, shard, device)

@@ -194,7 +194,8 @@ class LayerKernels:
         cos, sin = rotary_angles(table, positions)
         rotated = (q, k)
         if norms is not None:
-            rotated = (self.rms_norm(q, norms.q_weight, norms.eps), self.rms_norm(k, norms.k_weight, norms.eps))
+            of_heads = ((q, norms.q_weight), (k, norms.k_weight))
+            rotated = tuple(self.rms_norm(x.flatten(0, 1), w, norms.eps).view(x.shape) for x, w in of_heads)
         q.copy_(apply_rotary(rotated[0], cos, sin))
         k.copy_(apply_rotary(rotated[1], cos, sin))
 
