@@ -171,11 +171,11 @@ def test_a_damaged_draft_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     assert f"{path.name}: truncated or damaged" in refused(checkpoint, **flags)
 
 
-@pytest.mark.parametrize("name", ["plain", "bfloat16", "fp8", "int4", *FORMATS, "gpt-oss"])
+@pytest.mark.parametrize("name", ["plain", "bfloat16", "fp8", "int4", *FORMATS, "gpt-oss", "nemotron-h-moe"])
 def test_the_bytes_of_weights_are_known_before_they_are_loaded(name: str, tmp_path: Path) -> None:
     """Never more than they take, and not much less: scales that are stored in 16 bits take 32."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
-    if name == "gpt-oss":
+    if name in ("gpt-oss", "nemotron-h-moe"):
         save_checkpoint(name, tmp_path)
     else:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
