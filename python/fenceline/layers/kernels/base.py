@@ -194,8 +194,9 @@ class LayerKernels:
         cos, sin = rotary_angles(table, positions)
         rotated = (q, k)
         if norms is not None:
-            of_heads = ((q, norms.q_weight), (k, norms.k_weight))
-            rotated = tuple(self.rms_norm(x.flatten(0, 1), w, norms.eps).view(x.shape) for x, w in of_heads)
+            q_normed = self.rms_norm(q.flatten(0, 1), norms.q_weight, norms.eps).view(q.shape)
+            k_normed = self.rms_norm(k.flatten(0, 1), norms.k_weight, norms.eps).view(k.shape)
+            rotated = (q_normed, k_normed)
         q.copy_(apply_rotary(rotated[0], cos, sin))
         k.copy_(apply_rotary(rotated[1], cos, sin))
 
