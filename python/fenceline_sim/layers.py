@@ -48,6 +48,18 @@ class LaunchedLayerKernels(LayerKernels):
         args = qkv, heads, norms, *rest, kv_scales
         launch_function(accesses.rotate_and_store, _TORCH.rotate_and_store, args, (qkv, *weights, *rest))
 
+    def lightning_inputs(
+        self, projected: torch.Tensor, decays: torch.Tensor, norms: QKNorm, table: torch.Tensor,
+        positions: torch.Tensor, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        num, heads, width = len(projected), len(decays), projected.shape[1] // 4
+        q, k, v = (projected.new_empty(num, heads, width // heads, dtype=torch.float32) for _ in range(3))
+        outs = q, k, v, decays.new_empty(num, heads)
+        operands = projected, decays, norms.q_weight, norms.k_weight, table, positions
+        args = projected, decays, norms, table, positions, scale
+        launch_function(accesses.lightning_inputs, _TORCH.lightning_inputs, args, operands, *outs)
+        return outs
+
     def store_means(
         self, keys: torch.Tensor, means: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor, group: int
     ) -> None:

@@ -28,6 +28,7 @@ from fenceline.layers.kernels.triton import (
     extend_attention,
     grouped_gemm,
     int4_gemm,
+    lightning_inputs,
     page_gather,
     quantized_gemm,
     recurrence,
@@ -79,6 +80,7 @@ def launches() -> Iterator[Launch]:
     yield from _decodes()
     yield from _selections()
     yield from _selections_of_blocks()
+    yield from _lightnings()
     yield from _extends()
     yield from _gathers()
     yield from _prologues()
@@ -697,6 +699,19 @@ def _selections() -> Iterator[Launch]:
         chosen = torch.empty(num, 4, dtype=torch.int32), torch.empty(num, dtype=torch.int64)
         operands = (found, table, rows, seq_lens, ancestors, *chosen)
         yield Launch(f"select_best of {lens}", accesses.select_best, operands, select)
+
+
+def _lightnings() -> Iterator[Launch]:
+    for num, heads, dim in ((3, 5, 12), (1, 16, 32)):
+        projected, decays, weights = _random(num, 4 * heads * dim), -torch.rand(heads), _random(2, dim)
+        table, positions = _random(9, 3 * dim // 2), torch.tensor([4, 2, 7])[:num]
+
+        def run(pdl: bool, projected: Any, decays: Any, q: Any, k: Any, table: Any, positions: Any, *outs: Any) -> None:
+            lightning_inputs.lightning_inputs(projected, decays, QKNorm(q, k, 1e-3), table, positions, 0.3)
+
+        outs = [torch.empty(num, heads, dim) for _ in range(3)] + [torch.empty(num, heads)]
+        operands = (projected, decays, *weights, table, positions, *outs)
+        yield Launch(f"lightning_inputs of {heads}", accesses.lightning_inputs, operands, run, outs)
 
 
 def _selections_of_blocks() -> Iterator[Launch]:

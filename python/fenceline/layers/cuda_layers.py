@@ -15,10 +15,11 @@ import torch.nn.functional as F
 import triton
 
 from fenceline.layers.cuda_four_bit import four_bits_agree, product_by_parts
-from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
+from fenceline.layers.kernels.base import SILU, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.triton.activation import silu_and_mul
 from fenceline.layers.kernels.triton.by_head import MAX_ROWS, by_head
 from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_config, grouped_product
+from fenceline.layers.kernels.triton.lightning_inputs import lightning_inputs
 from fenceline.layers.kernels.triton.recurrence import (
     delta_inputs,
     gated_norm,
@@ -112,6 +113,17 @@ class CudaLayerKernels(LayerKernels):
             return by_head(x, weight, out, self._pdl, self.fixed_order)
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
+
+    def lightning_inputs(
+        self,
+        projected: torch.Tensor,
+        decays: torch.Tensor,
+        norms: QKNorm,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return lightning_inputs(projected, decays, norms, table, positions, scale)
 
     def store_means(
         self, keys: torch.Tensor, means: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor, group: int

@@ -217,10 +217,11 @@ class RecurrentMixer(TokenMixer):
             normed = x if self.input_norm is None else self.input_norm.forward(x)
         return torch.cat((self.in_proj.forward(normed), self.gates_proj.forward(normed)), 1, out=out)
 
-    @abstractmethod
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         """The result of ``project`` → what the output's projection reads, [T, num_heads * head_dim] of ``heads``. Reads
-        and writes the slots ``rows`` of the layer's ``state``."""
+        and writes the slots ``rows`` of the layer's ``state``. A mixer that needs more of the step has its own
+        ``attend``."""
+        raise AssertionError(f"{type(self).__name__} has neither mix nor attend")
 
     def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         assert batch.states is not None, "recurrent layers have states"

@@ -10,7 +10,6 @@ from fenceline.layers.decoder_layer import BEFORE_ATTENTION, BranchNorms, LayerS
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.layers.linear import MergedColumnParallelLinear, RowParallelLinear, WideNorm
-from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import WeightSlots
 
 
@@ -37,25 +36,20 @@ class LightningAttention(RecurrentMixer):
         self._decays = -torch.tensor(slopes(num_heads)[heads * shard.rank : heads * (shard.rank + 1)])
         self.state_spec = state_layout.recurrence(heads, heads, dim, dim)
 
-    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x → q, k, v and z, [T, width]."""
-        projected = super().project(x, batch)
-        q, k, *_ = self._parts(projected)
+    def attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        assert batch.states is not None, "recurrent layers have states"
         norms = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         table = self._rotary.table if batch.angles is None else batch.angles
-        self._kernels.rotate(q, k, norms, table, batch.positions[0])
-        return projected
-
-    def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
-        q, k, v, z = self._parts(projected)
-        decays = self._decays.expand(len(q), -1).contiguous()
-        q, k, v = q.float() * self.score_scale, k.float().contiguous(), v.float().contiguous()
-        result = self._kernels.recurrence(q, k, v, decays, None, state, rows)
-        return self.o_norm.forward(result.flatten(1).to(z.dtype)).mul_(self._kernels.sigmoid(z.flatten(1)))
-
-    def _parts(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views [T, heads, head_dim] of q, k, v and z."""
-        return projected.unflatten(1, (4, self.heads.num_heads, -1)).unbind(1)
+        inputs = self._kernels.lightning_inputs(
+            projected, self._decays, norms, table, batch.positions[0], self.score_scale
+        )
+        state, rows = batch.states.layers[self.layer_id], batch.states.rows
+        result = self._kernels.recurrence(*inputs, None, state, rows).flatten(1)
+        z = projected[:, 3 * result.shape[1] :]
+        if self.o_norm.shard.size > 1:
+            return self.o_norm.forward(result.to(z.dtype)).mul_(self._kernels.sigmoid(z))
+        weight, eps = self.o_norm.weight, self.o_norm.eps
+        return self._kernels.gated_norm(result.unsqueeze(1), z.unsqueeze(1), weight, eps, silu=False).flatten(1)
 
     def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return self.add_product(x, self.o_proj, attended, batch)

@@ -1,5 +1,5 @@
-"""Attention to selected blocks of the triton backend on the CPU: its kernels in Triton's interpreter, and compiled for
-a GPU that is not there.
+"""Attention to selected blocks of the triton backend, and what lightning attention reads, on the CPU: their kernels in
+Triton's interpreter, and compiled for a GPU that is not there.
 
 Run as a script this file is the checks themselves, for the interpreter is chosen when triton is imported.
 """
@@ -101,6 +101,7 @@ def check_in_a_fixed_order() -> None:
 
 def check_whole_model() -> None:
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.kernels.triton.lightning_inputs import lightning_inputs
     from fenceline.layers.kernels.triton.select_blocks import store_means
 
     with TemporaryDirectory() as directory:
@@ -115,13 +116,15 @@ def check_whole_model() -> None:
     )
     for work, mode in steps:
         wanted = expected.step(work, mode)
-        with mock.patch.object(LayerKernels, "store_means", staticmethod(store_means)):
+        kernels = {"store_means": staticmethod(store_means), "lightning_inputs": staticmethod(lightning_inputs)}
+        with mock.patch.multiple(LayerKernels, **kernels):
             found = ours.step(work, mode)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def compile_for_hopper() -> None:
     """The kernels of MiniCPM-SALA, down to machine code."""
+    from fenceline.layers.kernels.triton import lightning_inputs as lightning
     from fenceline.layers.kernels.triton import select_blocks as module
 
     blocks = BlocksConfig(size=64, top_k=96, first=1, local=32, width=32, stride=16)
@@ -131,6 +134,7 @@ def compile_for_hopper() -> None:
         (module._coarse_variant(blocks, *sizes), module._coarse_kernel),
         (module._score_variant(blocks, *sizes), module._score_kernel),
         (module._choose_variant(blocks, 2, 64), module._choose_kernel),
+        (lightning._variant(32, 64)[1], lightning._lightning_inputs_kernel),
     ):
         compile_kernel(kernel, variant.constants, "sm_90", 4, 3, False, "bf16")
 

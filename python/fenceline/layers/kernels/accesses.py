@@ -63,6 +63,13 @@ def store_means(
     op.write_rows(means, _groups, positions, out_slots, group)
 
 
+# See ``lightning_inputs.lightning_inputs``.
+lightning_inputs = declared(
+    "lightning_inputs",
+    "projected decays q_weight k_weight table positions q k v of_tokens",
+    "projected decays q_weight k_weight table[positions] -> q k v of_tokens",
+)
+
 # See ``recurrence.short_convolution``.
 short_convolution = declared(
     "short_convolution",

@@ -186,19 +186,30 @@ class LayerKernels:
         """See ``recurrence.gated_norm``."""
         return gated_norm(x, gate, weight, eps, silu, skip)
 
-    def rotate(
+    def lightning_inputs(
+        self,
+        projected: torch.Tensor,
+        decays: torch.Tensor,
+        norms: QKNorm,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The inputs of ``recurrence`` in lightning attention: q * scale, k and v [T, heads, head_dim], and ``decays``
+        [heads] float32 for each token. The first three quarters of ``projected`` [T, 4 * heads * head_dim] are q, k and
+        v, of which q and k are normalised and rotated. Others: see ``rotate_and_store``."""
+        q, k, v, _ = projected.unflatten(1, (4, len(decays), -1)).unbind(1)
+        q, k = self._rotated(q, k, norms, table, positions)
+        return q.float() * scale, k.float(), v.float().contiguous(), decays.expand(len(q), -1).contiguous()
+
+    def _rotated(
         self, q: torch.Tensor, k: torch.Tensor, norms: QKNorm | None, table: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        """Normalise (if ``norms``) and rotate q and k, each [T, heads, head_dim], in place. Others: see
-        ``rotate_and_store``."""
-        cos, sin = rotary_angles(table, positions)
-        rotated = (q, k)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New tensors: see ``rotate_and_store``."""
         if norms is not None:
-            q_normed = self.rms_norm(q.flatten(0, 1), norms.q_weight, norms.eps).view(q.shape)
-            k_normed = self.rms_norm(k.flatten(0, 1), norms.k_weight, norms.eps).view(k.shape)
-            rotated = (q_normed, k_normed)
-        q.copy_(apply_rotary(rotated[0], cos, sin))
-        k.copy_(apply_rotary(rotated[1], cos, sin))
+            q, k = self.rms_norm(q, norms.q_weight, norms.eps), self.rms_norm(k, norms.k_weight, norms.eps)
+        cos, sin = rotary_angles(table, positions)
+        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
     def rotate_and_store(
         self,
@@ -221,7 +232,8 @@ class LayerKernels:
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
         """
         q, k, v = heads.split(qkv)
-        self.rotate(q, k, norms, table, positions)
+        for part, rotated in zip((q, k), self._rotated(q, k, norms, table, positions), strict=True):
+            part.copy_(rotated)
         _store(k, k_cache, out_slots, kv_scales.k)
         _store(v, v_cache, out_slots, kv_scales.v)
 
