@@ -10,7 +10,7 @@ import torch
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.base import ONE, RELU2, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import DenseWeight, RMSNorm
@@ -35,7 +35,7 @@ class LaunchedLayerKernels(LayerKernels):
         return out
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // (1 if activation == RELU2 else 2))
         launch_function(accesses.silu_and_mul, _TORCH.activate, (gate_up, activation), (gate_up,), out)
         return out
 

@@ -15,7 +15,7 @@ from fenceline.config.state_layout import StateSpec
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
+from fenceline.layers.kernels.base import ONE, RELU2, HeadLayout, KVScales, QKNorm
 from fenceline.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -446,7 +446,7 @@ class PlainMLP(Branch):
         self._kernels = context.kernels
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        squared = self._kernels.squared_relu(self.normed_product(self.up_proj, x, batch))
+        squared = self._kernels.activate(self.normed_product(self.up_proj, x, batch), RELU2)
         return self.add_product(x, self.down_proj, squared, batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:

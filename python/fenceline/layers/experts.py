@@ -19,7 +19,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import BEFORE_MLP, Branch, BranchNorms, LayerSite
 from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import LayerKernels, Routing
+from fenceline.layers.kernels.base import RELU2, LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from fenceline.layers.weight import WeightSlot, WeightSlots, whole
 
@@ -90,7 +90,7 @@ class SharedExpert:
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """y [T, hidden_size] += this rank's part of the expert's result for x, in place; returns y."""
         if self.names.gate is None:
-            inner = self.kernels.squared_relu(self.gate_up_proj.forward(x))
+            inner = self.kernels.activate(self.gate_up_proj.forward(x), RELU2)
         else:
             inner = self.gate_up_proj.forward_gated(x, None, self.activation)
         if self.gate is not None:
@@ -162,7 +162,7 @@ class ExpertsMLP(Branch):
             routing = routing.of_experts(self.own)
         read = h if self.to_latent is None else self.to_latent.forward(h)
         if self.names.gate is None:
-            inner = self._kernels.squared_relu(self.gate_up.product(read, routing))
+            inner = self._kernels.activate(self.gate_up.product(read, routing), RELU2)
         else:
             inner = self.gate_up.product(
                 read, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation

@@ -146,7 +146,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         (embed_join_triton._embed_and_join_kernel, 16, joined, of_draft),
         *(
             (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "ACTIVATION": number}, {})
-            for number in range(4)
+            for number in range(5)
         ),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (store_latent._store_latent_kernel, 4, latents, {}),

@@ -44,7 +44,7 @@ class HeadLayout:
 
 
 CLAMPED_ALPHA = 1.702  # of the clamped SwiGLU in gpt-oss's experts
-ACTIVATIONS = SILU, GELU_TANH, GELU, RELU = "silu", "gelu_tanh", "gelu", "relu"
+ACTIVATIONS = SILU, GELU_TANH, GELU, RELU, RELU2 = "silu", "gelu_tanh", "gelu", "relu", "relu2"
 
 FP8_MAX = 448.0  # the largest number of E4M3
 FP8_GROUP = 128  # how many numbers of a row share a scale, if a row has several scales
@@ -125,17 +125,16 @@ class LayerKernels:
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """gate_up [T, 2 I], gate then up → activation(gate) * up, a new tensor [T, I]. ``activation`` is one of
-        ACTIVATIONS; GELU_TANH is the approximation of gelu by tanh (arXiv:1606.08415)."""
+        ACTIVATIONS; GELU_TANH is the approximation of gelu by tanh (arXiv:1606.08415). RELU2 has no gate
+        (arXiv:2109.08668): x [T, I] → relu(x)², [T, I]."""
+        if activation == RELU2:
+            return F.relu(gate_up).square_()
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == SILU:
             return F.silu(gate).mul_(up)
         if activation == RELU:
             return F.relu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
-
-    def squared_relu(self, x: torch.Tensor) -> torch.Tensor:
-        """relu(x)², a new tensor of x's type."""
-        return F.relu(x).square_()
 
     def short_convolution(
         self,

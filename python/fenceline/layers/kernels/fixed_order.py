@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.kernels.base import GELU, RELU, SILU, LayerKernels
+from fenceline.layers.kernels.base import GELU, RELU, RELU2, SILU, LayerKernels
 
 _ROWS = 8
 _tried: set[tuple[object, ...]] = set()
@@ -75,7 +75,7 @@ class FixedOrderKernels(LayerKernels):
         return (1 + (-x.float()).exp()).reciprocal().to(x.dtype)
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        if activation == RELU:
+        if activation in (RELU, RELU2):
             return super().activate(gate_up, activation)
         gate, up = gate_up.float().chunk(2, dim=-1)
         if activation == SILU:

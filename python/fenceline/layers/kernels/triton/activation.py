@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.base import ACTIVATIONS, GELU, GELU_TANH, RELU, SILU
+from fenceline.layers.kernels.base import ACTIVATIONS, RELU2, SILU
 from fenceline.memory_order.triton_launcher import KernelVariant
 
-_GELU_TANH, _GELU, _RELU = (tl.constexpr(ACTIVATIONS.index(name)) for name in (GELU_TANH, GELU, RELU))
+_SILU, _GELU_TANH, _GELU, _, _RELU2 = (tl.constexpr(number) for number in range(len(ACTIVATIONS)))
 _BLOCK = 1024
 _ELEMENTS_A_THREAD = 8
 
@@ -22,8 +22,8 @@ def silu_and_mul(gate_up: torch.Tensor, activation: str = SILU, pdl: bool = Fals
     another ``activation``: see ``LayerKernels.activate``. gate_up is contiguous, in bfloat16, float16 or float32. Runs
     on the current stream, without host synchronisation. ``pdl``: see ``rms_norm``."""
     num_rows, width = gate_up.shape
-    assert gate_up.is_contiguous() and width % 2 == 0
-    size = width // 2
+    assert gate_up.is_contiguous() and (width % 2 == 0 or activation == RELU2)
+    size = width if activation == RELU2 else width // 2
     out = gate_up.new_empty(num_rows, size)
     if num_rows == 0:
         return out
@@ -50,16 +50,19 @@ def _silu_and_mul_kernel(
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    gates = gate_up + row * (2 * SIZE) + columns
+    gates = gate_up + row * (SIZE if ACTIVATION == _RELU2 else 2 * SIZE) + columns
     gate = tl.load(gates, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gates + SIZE, mask=live, other=0.0).to(tl.float32)
+    if ACTIVATION == _RELU2:
+        up = gate
+    else:
+        up = tl.load(gates + SIZE, mask=live, other=0.0).to(tl.float32)
     if ACTIVATION == _GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     elif ACTIVATION == _GELU:
         share = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
-    elif ACTIVATION == _RELU:
-        share = (gate > 0.0).to(tl.float32)
-    else:
+    elif ACTIVATION == _SILU:
         share = tl.sigmoid(gate)
+    else:
+        share = (gate > 0.0).to(tl.float32)
     product = gate * share * up
     tl.store(out + row * SIZE + columns, product.to(out.dtype.element_ty), mask=live)
