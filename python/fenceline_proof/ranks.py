@@ -56,11 +56,16 @@ def make_scenario(random: Random) -> Scenario:
     runs speculate, and some have recurrent layers."""
     script = Script(random)
     _requests(script)
-    flags = _flags(script)
-    own = Random(str(random.getstate()[1][:8]))  # so that the other runs stay as they are
-    if "draft" not in flags and own.random() < 0.4:
-        flags = {**flags, "model": "states", "max_mamba_cache_size": own.choice((4, 6)), "ep_size": 1}
+    flags = _with_states(random, _flags(script))
     return _illustrated(script.scenario(**flags, **_new_weights(script, flags)), random)
+
+
+def _with_states(random: Random, flags: Flags) -> Flags:
+    """The model with recurrent layers in some runs without a draft. The other runs stay as they are."""
+    own = Random(str(random.getstate()[1][:8]))
+    if "draft" in flags or own.random() >= 0.4:
+        return flags
+    return {**flags, "model": "states", "max_mamba_cache_size": own.choice((4, 6)), "ep_size": 1}
 
 
 def _illustrated(scenario: Scenario, random: Random) -> Scenario:
@@ -83,7 +88,8 @@ def make_storage_scenario(random: Random) -> Scenario:
             script.send(step + 2 + turn, AbortReq(rid=rid))
     policy = random.choice(("best_effort", "wait_complete", "timeout"))
     flags: dict[str, Flag] = {
-        **_flags(script), "hicache_write_policy": "write_through", "hicache_storage_backend": "file",
+        **_with_states(random, _flags(script)),
+        "hicache_write_policy": "write_through", "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": policy,
     }  # fmt: skip
     if policy == "timeout":
