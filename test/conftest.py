@@ -134,6 +134,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # looking for what little garbage there is would take a second
     gc.enable()
     _set_aside()
 
