@@ -127,11 +127,6 @@ def _by_report(pattern: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
 
 
-def _by_owner(outcome: Outcome) -> bool:
-    """A page is used by a request that does not own it, or no longer."""
-    return outcome.checker == OwnershipError.checker
-
-
 def _by_tags(pattern: str) -> Callable[[Outcome], bool]:
     """A slot is found to hold, or to be used for, something else than it must; or its page is somebody else's."""
     return lambda outcome: (
@@ -142,11 +137,6 @@ def _by_tags(pattern: str) -> Callable[[Outcome], bool]:
 
 def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == checker and name in outcome.edges
-
-
-def _by_name(name: str) -> Callable[[Outcome], bool]:
-    """Some check names it: stale words are seen as such, and what is read too early is a race."""
-    return lambda outcome: name in outcome.edges
 
 
 def _by_ranks(outcome: Outcome) -> bool:
@@ -165,7 +155,7 @@ _GUARD_ARMS = (
     Arm("growth_stop", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")),
     Arm("own_copy", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "bursts", _by_effect),
-    Arm("queued_match", "queued", _by_owner),
+    Arm("queued_match", "queued", lambda outcome: outcome.checker == OwnershipError.checker),
     Arm("retired_after", "spill", _ON_RETIRED),
     Arm("arena_pad", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
     Arm("own_results", "outputs", _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy")),
@@ -199,7 +189,7 @@ _GUARD_ARMS = (
     Arm("mask_rows", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
     Arm("registered_graph", "collectives", _by_guard(PeerError.checker, "registered_graph")),
     Arm("one_stream", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
-    Arm("flag_generation", "collectives", _by_name("flag_generation")),
+    Arm("flag_generation", "collectives", lambda outcome: "flag_generation" in outcome.edges),
     Arm("peer_halves", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
     Arm("peer_words", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
     Arm("rank_results", "ranks", _by_ranks),

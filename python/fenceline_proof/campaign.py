@@ -41,20 +41,16 @@ _MAX_PREEMPTIONS = 2  # answers that differ from the usual one in a schedule tha
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``num_intact`` None: as many as there is time for. ``num_per_arm``: runs of each arm; with ``until_shown`` at
-    most so many, up to the first that fails as it must. An arm that none has shown then gets more in a campaign of all
-    arms (``with_unarmed``). ``deadline`` is of ``time.monotonic``."""
+    """``num_per_arm``: runs of each arm. In a campaign of ``everything`` at most so many, up to the first that fails as
+    it must, and an arm that none has shown then gets more."""
 
     arms: tuple[Arm, ...]
     workloads: tuple[str, ...]
     first_seed: int
-    num_intact: int | None
+    num_intact: int
     num_per_arm: int
-    until_shown: bool
+    everything: bool
     jobs: int
-    detect: bool
-    deadline: float
-    with_unarmed: bool
     progress: Callable[[int], object]
 
 
@@ -111,9 +107,7 @@ def explore(plan: Plan) -> Proof:
     possible answers, except for up to two of them."""
     started, proof = time.monotonic(), Proof()
     trials = [
-        Trial(name, plan.first_seed, detect=plan.detect, answers=Answers(usual))
-        for name in plan.workloads
-        for usual in (False, True)
+        Trial(name, plan.first_seed, answers=Answers(usual)) for name in plan.workloads for usual in (False, True)
     ]
     for num_others in range(_MAX_PREEMPTIONS + 1):
         outcomes = list(_outcomes(iter(trials), plan))
@@ -124,11 +118,10 @@ def explore(plan: Plan) -> Proof:
             proof.num_close += outcome.num_close
         plan.progress(len(outcomes))
         proof.failures += [outcome for outcome in outcomes if not outcome.clean]
-        if proof.failures or len(outcomes) < len(trials) or num_others == _MAX_PREEMPTIONS:
+        if proof.failures or num_others == _MAX_PREEMPTIONS:
             break  # the first failures have the fewest preemptions
         trials = [trial for outcome in outcomes for trial in _one_more(outcome)]
     proof.telling = list(proof.failures)
-    proof.explored = len(outcomes) == len(trials)
     proof.seconds = time.monotonic() - started
     return proof
 
@@ -148,18 +141,18 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     def by_seed(outcomes: Iterable[Outcome]) -> list[Outcome]:
         return sorted(outcomes, key=lambda outcome: outcome.trial.seed)
 
-    rows = {arm.name: judge(arm, by_seed(tally.of(arm))) for arm in _arms(plan)}
-    if plan.with_unarmed:
+    rows = {arm.name: judge(arm, by_seed(tally.of(arm))) for arm in plan.arms}
+    if plan.everything:
         rows |= {row.name: row for row in unarmed_rows()}
     proof.rows = [rows[name] for name in ROWS if name in rows]
     proof.undeclared = undeclared_sites(tally.intact)
-    proof.pairs = Counter(pair for outcome in tally.intact for pair in outcome.pairs)
-    if plan.with_unarmed and plan.detect and tally.num_everything >= _RUNS_FOR_EVENTS:
+    proof.pairs = set().union(*(outcome.pairs for outcome in tally.intact))
+    if plan.everything and tally.num_everything >= _RUNS_FOR_EVENTS:
         proof.missed_pairs = missed(proof.pairs)
     proof.num_intact = len(tally.intact)
     proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
     proof.telling = list(proof.failures)
-    if not plan.with_unarmed:  # one arm was asked for
+    if not plan.everything:  # one arm was asked for
         severed = by_seed(outcome for outcomes in tally.by_arm.values() for outcome in outcomes)
         proof.telling += [outcome for outcome in severed if not outcome.clean][:1]
     for outcome in tally.intact:
@@ -183,33 +176,24 @@ def undeclared_sites(outcomes: Iterable[Outcome]) -> list[str]:
     return found
 
 
-def _any_failure(outcome: Outcome) -> bool:
-    return not outcome.clean
-
-
-def _arms(plan: Plan) -> Sequence[Arm]:
-    """The plan's. Without the detector nothing is named, so any failure counts."""
-    return plan.arms if plan.detect else [replace(arm, names=_any_failure) for arm in plan.arms]
-
-
 def _severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
     """Seed by seed: a run of each arm, unless ``tally`` has one already that is enough."""
     for i in range(plan.num_per_arm):
-        for arm in _arms(plan):
-            shown = plan.until_shown and any(arm.names(outcome) for outcome in tally.of(arm))
+        for arm in plan.arms:
+            shown = plan.everything and any(arm.names(outcome) for outcome in tally.of(arm))
             if i < arm.num_runs(plan.num_per_arm) and not shown:
-                yield arm.trial(plan.first_seed + i, plan.detect)
+                yield arm.trial(plan.first_seed + i)
 
 
 def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
     """More runs of the arms that no run has shown: some need an order of events that few seeds have."""
-    if not plan.with_unarmed or not plan.detect:
+    if not plan.everything:
         return
     for i in range(_MORE_RUNS_PER_ARM * plan.num_per_arm):
-        for arm in _arms(plan):
+        for arm in plan.arms:
             is_more = i >= arm.num_runs(plan.num_per_arm) and not arm.covered
             if is_more and not any(arm.names(outcome) for outcome in tally.of(arm)):
-                yield arm.trial(plan.first_seed + i, plan.detect)
+                yield arm.trial(plan.first_seed + i)
 
 
 def _intact_trials(plan: Plan) -> Iterator[Trial]:
@@ -218,7 +202,7 @@ def _intact_trials(plan: Plan) -> Iterator[Trial]:
     for round_no in count():
         for name in plan.workloads:
             for _ in range(WORKLOADS[name].share if round_no else 1):
-                yield Trial(name, next(seeds[name]), detect=plan.detect)
+                yield Trial(name, next(seeds[name]))
 
 
 def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
@@ -230,16 +214,13 @@ def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
             return
         flags = EVERYTHING.scenario(seed).flags
         if any(may_show(event, flags) for event in unseen):
-            yield Trial(EVERYTHING.name, seed, detect=plan.detect)
+            yield Trial(EVERYTHING.name, seed)
 
 
 def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
-    """Outcomes as they come, until the trials or the time run out."""
+    """Outcomes as they come."""
     if plan.jobs == 1:
-        for trial in trials:
-            if time.monotonic() > plan.deadline:
-                return
-            yield run(trial)
+        yield from map(run, trials)
         return
     compiled_grammars()  # once for all processes, and so is what they import
     tiny_model_path()
@@ -248,8 +229,7 @@ def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
         running: set[Future[Outcome]] = {pool.submit(run, trial) for trial in islice(trials, 2 * plan.jobs)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            if time.monotonic() < plan.deadline:
-                running |= {pool.submit(run, trial) for trial in islice(trials, len(done))}
+            running |= {pool.submit(run, trial) for trial in islice(trials, len(done))}
             for future in done:
                 yield future.result()
 

@@ -243,8 +243,7 @@ def _from_storage(script: Script, page_size: int, engine: str) -> Flags:
     for turn, family in enumerate(families):
         script.add(3 * turn, family + script.prompt(1, 3), random.randint(1, 3))
     back = random.randint(12, 20)
-    script.send(back, AbortReq(abort_all=True))
-    script.send(back, FlushCacheReq(id="emptied", wait=True))
+    script.empty(back, wait=True)
     for family, pause in zip((families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True):
         prompt = family + script.prompt(1, 3)
         options = _request(random, len(prompt)) | {"extra_key": ""}

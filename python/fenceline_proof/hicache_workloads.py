@@ -13,6 +13,7 @@ from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.script import PIECES, Flag, Flags, Scenario, Script, Workload
 from fenceline_proof.tiny_model import MOST_TOKEN_BYTES, VOCAB_SIZE, storage_secret
 
+_BACK: Flags = {"hicache_write_policy": "write_back", "hicache_io_backend": "direct"}
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
 
@@ -60,11 +61,7 @@ def _spill(random: Random) -> Scenario:
     families = [script.prompt(9, 17) for _ in range(4)]
     for turn in range(7):
         script.add(2 * turn, families[turn % 4] + script.prompt(1, 3), random.randint(1, 3))
-    return script.scenario(
-        (40, 2, 32),
-        **tier_flags(random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct"),
-        **script.graphs(1, 2),
-    )
+    return script.scenario((40, 2, 32), **tier_flags(random, hicache_ratio=2.0, **_BACK), **script.graphs(1, 2))
 
 
 def _queued(random: Random) -> Scenario:
@@ -111,8 +108,7 @@ def _namespaces(random: Random) -> Scenario:
             script.send(2 * turn + random.randint(1, 6), AbortReq(rid=rid))
     for step in (7, 12):
         if random.random() < 0.7:
-            script.send(step, AbortReq(abort_all=True))
-            script.send(step, FlushCacheReq(id=f"flush-{step}"))
+            script.empty(step)
     return script.scenario(
         (56, 2, 32), enable_priority_scheduling=True, retract_policy=random.choice(("offload", "recompute")),
         hicache_storage_backend="file", hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
@@ -130,8 +126,7 @@ def _storage(random: Random) -> Scenario:
             script.send(2 * turn + random.randint(1, 3), AbortReq(rid=rid))
     for step in (7, 12):
         if random.random() < 0.5:
-            script.send(step, AbortReq(abort_all=True))
-            script.send(step, FlushCacheReq(id=f"flush-{step}"))
+            script.empty(step)
     scenario = script.scenario(
         (40, 2, 32), hicache_storage_backend="file",
         hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
@@ -149,9 +144,8 @@ def _fetched(random: Random) -> Scenario:
     for index, family in enumerate(families):
         script.add(3 * index, family + script.prompt(1, 3), 1)
     step = random.randint(12, 16)
-    for turn in range(2):
-        script.send(step, AbortReq(abort_all=True))
-        script.send(step, FlushCacheReq(id=f"flush-{turn}"))
+    for _ in range(2):
+        script.empty(step)
         step += 1
         for num_pages in (random.choice((1, 2)), random.choice((3, 4)), 6):
             for family in random.sample(families, random.choice((1, 2))):
@@ -281,10 +275,7 @@ def _overwritten(random: Random) -> Scenario:
         script.send(step + 1, AbortReq(rid=rid))
         prompts.append(script.prompt(13, 14))
         script.add(step + 1, prompts[-1], 1)
-    return script.scenario(
-        (28, 1, 16),
-        **tier_flags(random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"),
-    )
+    return script.scenario((28, 1, 16), **tier_flags(random, hicache_ratio=0.5, **_BACK))
 
 
 def _persistent(random: Random) -> Scenario:
@@ -330,7 +321,7 @@ def _refill(random: Random) -> Scenario:
         here, gone = gone, here
     return script.scenario(
         (12, 1, 32), hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete",
-        **tier_flags(random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"),
+        **tier_flags(random, hicache_ratio=0.4, **_BACK),
     )  # fmt: skip
 
 
@@ -384,11 +375,7 @@ def _gone_while_loading(random: Random) -> Scenario:
     for length in (11, 7):
         script.add(load + 1, script.prompt(length, length), 1)
     return script.scenario(
-        (24, 4, 64),
-        schedule_conservativeness=0.01,
-        **tier_flags(
-            random, hicache_ratio=0.35, hicache_write_policy="write_back", hicache_io_backend="direct", page_size=2
-        ),
+        (24, 4, 64), schedule_conservativeness=0.01, **tier_flags(random, hicache_ratio=0.35, page_size=2, **_BACK)
     )
 
 
@@ -426,11 +413,7 @@ def _gone_while_stored(random: Random) -> Scenario:
     script.add(3, script.prompt(11, 12), 1)
     script.add(3, prefix[:2] + script.prompt(1, 1), 1)
     return script.scenario(
-        (40, 4, 64),
-        schedule_conservativeness=0.01,
-        **tier_flags(
-            random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct", page_size=2
-        ),
+        (40, 4, 64), schedule_conservativeness=0.01, **tier_flags(random, hicache_ratio=2.0, page_size=2, **_BACK)
     )
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,13 +14,12 @@ from tqdm import tqdm
 from fenceline.config import num_usable_cores
 from fenceline_proof.arms import Arm, all_arms
 from fenceline_proof.campaign import Plan, carry_out, explore, prepare
-from fenceline_proof.runs import explain
 from fenceline_proof.small_workloads import SMALL_WORKLOADS
 from fenceline_proof.table import Proof, as_json, as_text, write_docs
 from fenceline_proof.workloads import WORKLOADS
 
 _SEEDS_PER_ARM = 6
-_MAX_EXPLAINED = 3
+_MAX_REPORTED = 3
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,19 +28,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs the engine on the virtual GPU: whole, over workloads and seeds, which must be clean; and "
         "with each edge and guard severed, which some run must show. Exits with 0 if both is so.",
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop making runs after this time")
     parser.add_argument(
         "--seeds", type=int, metavar="N",
-        help="runs of the intact engine; two rounds of all workloads, or what --budget allows, unless given",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seeds-per-edge", type=int, metavar="N",
-        help="runs of each severed edge and guard, or more if none of these fails as it must; unless given up to"
-        f" {_SEEDS_PER_ARM}, or a fortieth of --seeds if that is more, until one fails as it must",
+        help="runs of the intact engine; two rounds of all workloads unless given",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")
-    parser.add_argument("--blind", action="store_true", help="without the detector: races show by wrong tokens only")
     parser.add_argument(
         "--exhaustive", action="store_true",
         help="all schedules with up to two preemptions of a few small workloads, and nothing else",
@@ -66,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tqdm(total=None, unit="run", disable=None) as bar:
         plan = _plan(args, parser, bar)
         proof = explore(plan) if args.exhaustive else carry_out(plan)
-    _explain(proof)
+    _report(proof)
     print(as_text(proof))
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(proof), indent=1) + "\n")
@@ -86,21 +76,16 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
     if args.write_docs and not everything:
         parser.error("--write-docs: needs a run of everything, without --edge and --workload")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
-    num_intact = args.seeds
-    if num_intact is None and args.budget is None:
-        num_intact = sum(1 + workload.share for workload in WORKLOADS.values())
-    num_per_arm = args.seeds_per_edge or max(_SEEDS_PER_ARM, (num_intact or 0) // 40)
+    num_intact = args.seeds or sum(1 + workload.share for workload in WORKLOADS.values())
+    num_per_arm = max(_SEEDS_PER_ARM, num_intact // 40)
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
-    until_shown = everything and args.seeds_per_edge is None
-    if num_intact is not None and not args.exhaustive:
-        bar.total = num_intact + sum(1 if until_shown else arm.num_runs(num_per_arm) for arm in arms)
+    if not args.exhaustive:
+        bar.total = num_intact + sum(1 if everything else arm.num_runs(num_per_arm) for arm in arms)
     return Plan(
         arms=tuple(arms), workloads=tuple(workloads) if args.workload is None else (args.workload,),
-        first_seed=args.seed, num_intact=num_intact, num_per_arm=num_per_arm, until_shown=until_shown,
-        jobs=max(args.jobs or (num_usable_cores() if everything else 1), 1), detect=not args.blind,
-        deadline=math.inf if args.budget is None else time.monotonic() + args.budget, with_unarmed=everything,
-        progress=bar.update,
+        first_seed=args.seed, num_intact=num_intact, num_per_arm=num_per_arm, everything=everything,
+        jobs=max(args.jobs or (num_usable_cores() if everything else 1), 1), progress=bar.update,
     )  # fmt: skip
 
 
@@ -112,10 +97,10 @@ def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm
     return [arm if args.workload is None else dataclasses.replace(arm, workload=args.workload)]
 
 
-def _explain(proof: Proof) -> None:
-    for failure in proof.telling[:_MAX_EXPLAINED]:
+def _report(proof: Proof) -> None:
+    for failure in proof.telling[:_MAX_REPORTED]:
         print(f"{failure.trial.workload}, seed {failure.trial.seed}: {failure.checker}\n{failure.report}")
-        print(f"schedule: {explain(failure)}\nrepeat: {failure.trial.command}\n")
+        print(f"repeat: {failure.trial.command}\n")
 
 
 if __name__ == "__main__":

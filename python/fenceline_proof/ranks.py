@@ -13,15 +13,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.ipc.io_struct import (
-    AbortReq,
-    BatchTokenOut,
-    ControlReply,
-    FlushCacheReq,
-    Message,
-    PortArgs,
-    UpdateWeightsReq,
-)
+from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, ControlReply, Message, PortArgs, UpdateWeightsReq
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
 from fenceline.layers.context import Shard
 from fenceline.mem_cache.storage.controller import StorageController
@@ -80,8 +72,7 @@ def make_storage_scenario(random: Random) -> Scenario:
     for turn in random.sample(range(8), 2):
         script.send(turn + random.randint(1, 3), AbortReq(rid=f"r{turn}"))
     step = random.randint(9, 16)
-    script.send(step, AbortReq(abort_all=True))
-    script.send(step, FlushCacheReq(id="flush"))
+    script.empty(step)
     for turn in range(4):
         rid = script.add(step + 1 + turn, families[turn % 3] + script.prompt(1, 6), random.randint(2, 5))
         if random.random() < 0.2:

@@ -15,7 +15,6 @@ from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.scheduler.ranks import RanksDifferError
 from fenceline_proof.collectives import Ranks, make_program
 from fenceline_proof.ranks import NUM_RANKS, RankRun, make_scenario, make_storage_scenario
-from fenceline_proof.schedule import DescribedScript, shrink
 from fenceline_proof.script import Flags, Workload
 from fenceline_proof.small_workloads import SMALL_WORKLOADS
 from fenceline_proof.steps import Loop, make_config
@@ -26,7 +25,7 @@ from fenceline_sim.factories import use
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.pairs import Pair, PairsMet
 from fenceline_sim.place import raised_at
-from fenceline_sim.policy import Answering, Answers, Policy, Script, make_policy
+from fenceline_sim.policy import Answering, Answers, Policy, make_policy
 
 # Policies by seed. Random schedules find most faults; the extreme policies find those that random ones hardly reach.
 _POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fifo")
@@ -86,11 +85,10 @@ class Trial:
     def command(self) -> str:
         """The command that repeats it."""
         edges = "".join(f" --edge {name}" for name in sorted(self.severed))
-        blind = "" if self.detect else " --blind"
         if self.answers is not None:
-            return f"python -m fenceline_proof.prove --exhaustive --workload {self.workload}{blind}"
+            return f"python -m fenceline_proof.prove --exhaustive --workload {self.workload}"
         which = f"--workload {self.workload} --seed {self.seed} --seeds 1"
-        return f"python -m fenceline_proof.prove {which}{edges}{blind}"
+        return f"python -m fenceline_proof.prove {which}{edges}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,6 @@ class Outcome:
     trial: Trial
     checker: str = ""
     edges: tuple[str, ...] = ()
-    memory: str = ""
     report: str = ""
     num_tokens: int = 0  # compared with the oracle's
     num_close: int = 0  # of them, those that differ because of rounding
@@ -115,39 +112,10 @@ class Outcome:
         """Whether no check failed."""
         return not self.checker
 
-    def same_failure(self, other: Outcome) -> bool:
-        """Whether both failed in the same check, over the same memory."""
-        return (self.checker, self.edges, self.memory) == (other.checker, other.edges, other.memory)
-
 
 def run(trial: Trial) -> Outcome:
     """Make a run under its seed's policy."""
-    return _run(trial, trial.make_policy())[0]
-
-
-def _run_devices(trial: Trial, policy: Policy) -> tuple[Outcome, VirtualGpu]:
-    """A run of several ranks."""
-    random = Random(trial.seed)
-    program = make_program(random) if trial.workload == COLLECTIVES else None
-    num_ranks = NUM_RANKS if program is None else program.num_ranks
-    gpu = VirtualGpu(trial.seed, policy, trial.detect, num_devices=num_ranks)
-    use(gpu)
-    try:
-        if program is None:
-            scenario = (make_storage_scenario if trial.workload == RANKS_STORAGE else make_scenario)(random)
-            engine = RankRun(gpu, scenario, trial.severed)
-            report = engine.run()
-            found = Outcome(trial, num_tokens=engine.num_tokens)
-        else:
-            report, found = Ranks(gpu, program, trial.severed).run(trial.seed), Outcome(trial)
-        outcome = replace(found, checker=ANSWERS, report=report) if report else found
-    except Exception as error:
-        outcome = _failure(trial, error)
-        gpu.rotation.abandon()  # otherwise the threads of the other ranks would wait forever
-    return replace(outcome, applied=frozenset(gpu.edges_met)), gpu
-
-
-def _run(trial: Trial, policy: Policy) -> tuple[Outcome, VirtualGpu]:
+    policy = trial.make_policy()
     if trial.workload in (COLLECTIVES, RANKS, RANKS_STORAGE):
         return _run_devices(trial, policy)
     gpus: list[VirtualGpu] = []
@@ -170,7 +138,29 @@ def _run(trial: Trial, policy: Policy) -> tuple[Outcome, VirtualGpu]:
     applied, detector = frozenset(gpus[0].edges_met), gpus[0].detector
     if detector is not None and detector.pairs is not None:
         outcome = replace(outcome, pairs=frozenset(detector.pairs.found))
-    return replace(outcome, applied=applied, num_questions=num_questions), gpus[0]
+    return replace(outcome, applied=applied, num_questions=num_questions)
+
+
+def _run_devices(trial: Trial, policy: Policy) -> Outcome:
+    """A run of several ranks."""
+    random = Random(trial.seed)
+    program = make_program(random) if trial.workload == COLLECTIVES else None
+    num_ranks = NUM_RANKS if program is None else program.num_ranks
+    gpu = VirtualGpu(trial.seed, policy, trial.detect, num_devices=num_ranks)
+    use(gpu)
+    try:
+        if program is None:
+            scenario = (make_storage_scenario if trial.workload == RANKS_STORAGE else make_scenario)(random)
+            engine = RankRun(gpu, scenario, trial.severed)
+            report = engine.run()
+            found = Outcome(trial, num_tokens=engine.num_tokens)
+        else:
+            report, found = Ranks(gpu, program, trial.severed).run(trial.seed), Outcome(trial)
+        outcome = replace(found, checker=ANSWERS, report=report) if report else found
+    except Exception as error:
+        outcome = _failure(trial, error)
+        gpu.rotation.abandon()  # otherwise the threads of the other ranks would wait forever
+    return replace(outcome, applied=frozenset(gpu.edges_met))
 
 
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
@@ -220,7 +210,6 @@ class Verdict:
 
     checker: str
     edges: tuple[str, ...]
-    memory: str
     report: str
 
 
@@ -228,43 +217,23 @@ def verdict_of(error: Exception) -> Verdict:
     """The check that has failed if the engine on the virtual GPU raises ``error``."""
     text = str(error) or type(error).__name__
     if isinstance(error, CheckError):
-        return Verdict(error.checker, (error.guard,) if error.guard else (), error.memory, text)
+        return Verdict(error.checker, (error.guard,) if error.guard else (), text)
     checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), INVARIANTS)
     if checker == INVARIANTS:
         text = "\n  ".join([f"{type(error).__name__}: {text}", *raised_at(error, _NUM_LINES)])
-    edges, memory = (error.edges, error.memory) if isinstance(error, RaceError | OrderError) else ((), "")
+    edges = error.edges if isinstance(error, RaceError | OrderError) else ()
     if isinstance(error, CommunicatorError):  # raised by the guard itself
         edges, text = (ONE_STREAM.name,), f"{text}\n  missing guard: {ONE_STREAM.name}"
-    return Verdict(checker, edges, memory, text)
+    return Verdict(checker, edges, text)
 
 
 def _failure(trial: Trial, error: Exception) -> Outcome:
     verdict = verdict_of(error)
     edges = verdict.edges or (() if trial.severed else missing_edges(verdict.report))
-    return Outcome(trial, verdict.checker, edges, verdict.memory, verdict.report)
+    return Outcome(trial, verdict.checker, edges, verdict.report)
 
 
 def missing_edges(report: str) -> tuple[str, ...]:
     """The edges and guards that a report says are missing."""
     named = (name for line in re.findall(r"missing (?:edge|guard): (.*)", report) for name in line.split(" or "))
     return tuple(dict.fromkeys(named))
-
-
-def explain(outcome: Outcome) -> str:
-    """The few context switches of a failing run's schedule that are needed for the failure."""
-    trial = outcome.trial
-    again, gpu = _run(trial, trial.make_policy())
-    if not again.same_failure(outcome):
-        return "the failure did not repeat: the run depends on something other than its seed"
-    turns = list(gpu.trace)
-    kept = shrink(turns, lambda some: _run(trial, Script(some))[0].same_failure(outcome))
-    if kept is None:
-        return f"{len(turns)} context switches, and repeating them does not fail"
-    if not kept:
-        return "fails on the laziest schedule too: no context switch is needed"
-    described = DescribedScript(kept)
-    _run(trial, described)
-    lines = [
-        f"{len(kept)} of {len(turns)} context switches matter; apart from these the device is as late as possible:"
-    ]
-    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(described.lines, 1)])

@@ -9,7 +9,15 @@ from typing import Any
 
 from msgspec import structs
 
-from fenceline.ipc.io_struct import ContinueGenerationReq, Message, TokenizedGenerateReq, UpdateWeightsReq, id_array
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    FlushCacheReq,
+    Message,
+    TokenizedGenerateReq,
+    UpdateWeightsReq,
+    id_array,
+)
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline_proof.tiny_model import VOCAB_SIZE, tiny_model_path, tiny_part, tiny_weights
 
@@ -125,6 +133,11 @@ class Script:
     def send(self, step: int, message: Message) -> None:
         """``message`` arrives at ``step``."""
         self.arrivals.append(Arrival(step, message))
+
+    def empty(self, step: int, wait: bool = False) -> None:
+        """All requests are aborted at ``step``, and device and host are emptied."""
+        self.send(step, AbortReq(abort_all=True))
+        self.send(step, FlushCacheReq(id=f"flush {step}", wait=wait))
 
     def abort_when(self, state: str, step: int) -> None:
         """Abort the first request that is seen in ``state`` from ``step`` on."""

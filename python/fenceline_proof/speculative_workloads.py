@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq
 from fenceline_proof.grammars import choose, load_grammars
 from fenceline_proof.hicache_workloads import tier_flags
 from fenceline_proof.persistent_attention import PERSISTENT
@@ -142,8 +142,7 @@ def _speculation_tiers(random: Random) -> Scenario:
     script.send(pause, PauseGenerationReq(id="pause", mode="retract"))
     script.send(pause + random.randint(1, 2), ContinueGenerationReq(id="continue"))
     step = random.randint(12, 18)
-    script.send(step, AbortReq(abort_all=True))
-    script.send(step, FlushCacheReq(id="flush"))  # of device and host: the rest comes from storage
+    script.empty(step)  # of device and host: the rest comes from storage
     exclusive: Flags = {}
     if constrained and random.random() < 0.7:
         exclusive = {"attention_backend": PERSISTENT, "hicache_io_backend": "kernel"}

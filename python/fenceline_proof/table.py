@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import fenceline
-from fenceline.memory_order.edges import EDGES
 from fenceline_proof.answers import MAX_CLOSE_SHARE
 from fenceline_proof.arms import Row
 from fenceline_proof.events import EVENTS
@@ -31,15 +30,14 @@ class Proof:
     runs_by_workload: dict[str, int] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedules are explained
-    # In how many runs of the intact engine each pair of conflicting accesses was met; and what of the table of edges
-    # was not met, if enough runs were made to expect all of it.
-    pairs: Mapping[Pair, int] = field(default_factory=dict)
+    # The conflicting accesses that runs of the intact engine met; and what of the table of edges was not met, if enough
+    # runs were made to expect all of it.
+    pairs: set[Pair] = field(default_factory=set)
     missed_pairs: list[str] = field(default_factory=list)
     # Functions that apply an edge without being named in the table of edges: each must be severed separately.
     undeclared: list[str] = field(default_factory=list)
-    # Of small workloads, by name: schedules tried, and whether these are all with up to two preemptions.
+    # Of small workloads, by name: schedules tried.
     schedules: dict[str, int] = field(default_factory=dict)
-    explored: bool = True
     seconds: float = 0.0
 
     @property
@@ -47,7 +45,7 @@ class Proof:
         """Whether runs were made, the intact engine is clean, all events have happened, and every edge and guard is
         necessary or has a reason."""
         any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows) or bool(self.schedules)
-        fine = self.explored and self.few_close and not self.unseen and all(row.fine for row in self.rows)
+        fine = self.few_close and not self.unseen and all(row.fine for row in self.rows)
         return any_run and fine and not (self.failures or self.undeclared or self.missed_pairs)
 
     @property
@@ -71,7 +69,7 @@ def as_text(proof: Proof) -> str:
     if proof.schedules:
         verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
         parts = ", ".join(f"{name} {count}" for name, count in proof.schedules.items())
-        which = "all" if proof.explored and not proof.failures else "NOT ALL"
+        which = "NOT ALL" if proof.failures else "all"
         total = sum(proof.schedules.values())
         lines.append(f"{which} schedules with up to two preemptions: {total}, {verdict} ({parts})")
         lines.append(f"answers: {proof.num_tokens} tokens compared with each request computed alone")
@@ -84,30 +82,11 @@ def as_text(proof: Proof) -> str:
     if proof.events:
         lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
         lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]
-    lines += pairs_table(proof.pairs) if proof.rows else []
     lines += [f"NEVER MET: {what}" for what in proof.missed_pairs]
     lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
     rate = sum(proof.schedules.values()) + proof.num_intact + sum(row.num_runs for row in proof.rows)
     lines.append(f"{rate} runs in {proof.seconds:.0f} s")
     return "\n".join(lines)
-
-
-def pairs_table(pairs: Mapping[Pair, int]) -> list[str]:
-    """For each edge, its streams and hazards: the conflicting accesses that were met, those for which something had to
-    wait and those of which the first had run already, and the pair that was met in most runs."""
-    groups: dict[tuple[str, str, str], list[Pair]] = {}
-    for pair in sorted(pairs, key=lambda pair: -pairs[pair]):
-        groups.setdefault((pair.edge, f"{pair.waiter} ← {pair.source}", pair.hazard), []).append(pair)
-    rows: list[tuple[str, ...]] = [
-        ("conflicts of", "waiter ← source", "hazard", "pairs", "waited", "in time", "in most runs")
-    ]
-    for key in sorted(groups, key=lambda key: (list(EDGES).index(key[0]), key)):
-        mine = groups[key]
-        different = {pair._replace(waited=False) for pair in mine}
-        counts = (len(different), sum(pair.waited for pair in mine), sum(not pair.waited for pair in mine))
-        first = f"{mine[0].first}, {mine[0].second} ({mine[0].memory})"
-        rows.append((*key, *map(str, counts), first))
-    return ["", *_in_columns(rows), ""] if groups else []
 
 
 def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -135,7 +114,7 @@ def as_json(proof: Proof) -> dict[str, object]:
                 {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
             ],
         },
-        "pairs": [{**pair._asdict(), "runs": runs} for pair, runs in sorted(proof.pairs.items())],
+        "pairs": [pair._asdict() for pair in sorted(proof.pairs)],
         "never_met": proof.missed_pairs,
         "schedules": dict(proof.schedules),
         "events": dict(proof.events),

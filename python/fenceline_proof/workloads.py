@@ -300,8 +300,7 @@ def _stored_pictures(random: Random) -> Scenario:
     families = [[*script.prompt(1, 3), FIRST_PICTURE + 3 * index, *script.prompt(4, 8)] for index in range(2)]
     for turn in range(8):
         script.add(3 * turn + 15 * (turn > 3), families[turn // 2 % 2] + script.prompt(1, 3), random.randint(1, 4))
-    script.send(24, AbortReq(abort_all=True))
-    script.send(24, FlushCacheReq(id="flush"))
+    script.empty(24)
     scenario = script.scenario(
         (64, 2, random.choice((8, 16))), hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",

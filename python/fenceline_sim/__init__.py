@@ -7,9 +7,8 @@ from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import CaptureError, DeadlockError, KernelError, RaceError, VgpuError
 from fenceline_sim.factories import use
 from fenceline_sim.gpu import Graph, VirtualGpu
-from fenceline_sim.policy import Script, Turn
 
 __all__ = [
-    "CaptureError", "DeadlockError", "Graph", "KernelError", "RaceError", "Script", "Turn", "VgpuDevice", "VgpuError",
+    "CaptureError", "DeadlockError", "Graph", "KernelError", "RaceError", "VgpuDevice", "VgpuError",
     "VirtualGpu", "use",
 ]  # fmt: skip

@@ -28,6 +28,9 @@ class CheckError(VgpuError):
 
     checker = ""
 
+    def __init_subclass__(cls, checker: str) -> None:
+        cls.checker = checker
+
     def __init__(
         self, message: str, guard: str = "", memory: str = "", places: tuple[str, ...] = (), order: int = 0
     ) -> None:
@@ -38,58 +41,40 @@ class CheckError(VgpuError):
         self.order = order
 
 
-class FreshnessError(CheckError):
+class FreshnessError(CheckError, checker="freshness"):
     """Rows were read that have not been written since their fill began."""
 
-    checker = "freshness"
 
-
-class ProtectionError(CheckError):
+class ProtectionError(CheckError, checker="protection"):
     """A graph writes memory that graphs must not write."""
 
-    checker = "protection"
 
-
-class GenerationError(CheckError):
+class GenerationError(CheckError, checker="generation"):
     """A view of one fill or replay was used after the next one had begun."""
 
-    checker = "generation"
 
-
-class BoundsError(CheckError):
+class BoundsError(CheckError, checker="bounds"):
     """An index names no row of the memory it is used on: it is too large, or negative."""
 
-    checker = "bounds"
 
-
-class StaleMemoryError(CheckError):
+class StaleMemoryError(CheckError, checker="lifetime"):
     """Memory was used after the tensor that it belonged to had been freed."""
 
-    checker = "lifetime"
 
-
-class PeerError(CheckError):
+class PeerError(CheckError, checker="peers"):
     """A device accesses another one's memory whose address it has not been told."""
 
-    checker = "peers"
 
-
-class TagError(CheckError):
+class TagError(CheckError, checker="tags"):
     """A slot of KV memory holds another token or part than it should."""
 
-    checker = "tags"
 
-
-class OwnershipError(CheckError):
+class OwnershipError(CheckError, checker="ownership"):
     """A page is used by a request that has neither leased nor shares it."""
 
-    checker = "ownership"
 
-
-class FootprintError(CheckError):
+class FootprintError(CheckError, checker="footprint"):
     """An operation accesses something else than it has declared, or ``--memory-check order`` remembers it wrongly."""
-
-    checker = "footprint"
 
 
 class RaceError(VgpuError):

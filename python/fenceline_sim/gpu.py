@@ -18,7 +18,7 @@ from fenceline_sim.findings import Findings
 from fenceline_sim.layout import Form, layout_at
 from fenceline_sim.memory import ALIGN, NO_ACCESS, NO_BOUNDS, Accesses, Bounds, PinnedMemory, Pool, Region, Tag, whole
 from fenceline_sim.place import Place, here
-from fenceline_sim.policy import Policy, Turn, make_policy
+from fenceline_sim.policy import Policy, make_policy
 from fenceline_sim.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream
 from fenceline_sim.threads import Channel, Rotation, Worker
 
@@ -61,8 +61,6 @@ class VirtualGpu:
         self.default_streams = [self.stream(DEFAULT_STREAM, device) for device in range(num_devices)]
         self.default_stream = self.default_streams[0]
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
-        self.num_calls = 0
-        self.trace: list[Turn] = []
         # (edge, function that applies it) of each edge that was reached, severed or not.
         self.edges_met: set[tuple[str, str]] = set()
         # Is told of each operation that is submitted and accesses memory, also of those of a replay.
@@ -293,7 +291,7 @@ class VirtualGpu:
         self.collect_released()
         self.forbid_in_capture("making the host wait")
         self._run_until(op)
-        self.thread.waited_for(op)
+        self.thread.order_after(op.passed)
 
     def synchronize_all(self) -> None:
         """Block the calling thread until every stream of its device is empty."""
@@ -310,7 +308,7 @@ class VirtualGpu:
         if not op.done and (hurries or (op.stream is not None and op.stream.count_query())):
             self._run_until(op, for_certain=False)
         if op.done:
-            self.thread.waited_for(op)
+            self.thread.order_after(op.passed)
         return op.done
 
     def host_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
@@ -329,7 +327,7 @@ class VirtualGpu:
 
     def _drift(self) -> None:
         """Let the device run as far as the policy wants while the host is not blocked."""
-        self._begin_call()
+        self.rotation.maybe_switch()
         stream = self._next(None)
         if stream is not None:
             with backend.inference():
@@ -355,14 +353,9 @@ class VirtualGpu:
             needed = min(runnable, key=lambda stream: stream.queue[0].seq)
         return self.policy.pick(runnable, needed)
 
-    def _begin_call(self) -> None:
-        self.rotation.maybe_switch()
-        self.num_calls += 1
-        self.policy.begin_call(self.num_calls)
-
     def _run_until(self, op: Operation, for_certain: bool = True) -> None:
         """``for_certain``: False if it need not run now, should it wait for what another thread has yet to submit."""
-        self._begin_call()
+        self.rotation.maybe_switch()
         with backend.inference():
             while not op.done:
                 stream = self._next(op)
@@ -386,11 +379,6 @@ class VirtualGpu:
     def _run_head(self, stream: VirtualStream, awaited: bool = False) -> None:
         self.findings.raise_again()
         op = stream.queue.popleft()
-        trace, call = self.trace, self.num_calls
-        if trace and trace[-1].call == call and trace[-1].stream == stream.name:
-            trace[-1] = Turn(call, stream.name, trace[-1].num_ops + 1)
-        else:
-            trace.append(Turn(call, stream.name, 1))
         if self.num_devices > 1:
             self._gain(stream, op)
         if op.run is not None:

@@ -21,7 +21,7 @@ _STREAMS = frozenset(name.value for name in StreamName)
 
 
 class Pair(NamedTuple):
-    """Two accesses to ``memory`` that ``edge`` orders, by the names of their operations.
+    """Two accesses that ``edge`` orders.
 
     ``waiter`` and ``source``: the edge's streams. If the waiter is the host, the second may be an operation that the
     host has submitted after it waited. ``waited``: the first had not run when the second was submitted, or the host had
@@ -32,9 +32,6 @@ class Pair(NamedTuple):
     waiter: str
     source: str
     hazard: str
-    first: str
-    second: str
-    memory: str
     waited: bool
 
 
@@ -57,8 +54,7 @@ class PairsMet:
         source = stream_name(first)
         for edge, waiter in _edges(hazard, source, stream_name(second)):
             waited = first.ran_awaited if waiter == _HOST else first.ran >= second.seq
-            names = _named(first), _named(second), _memory(tag)
-            self.found.add(Pair(edge, waiter, source, hazard.value, *names, waited))
+            self.found.add(Pair(edge, waiter, source, hazard.value, waited))
 
 
 def missed(pairs: Iterable[Pair]) -> list[str]:
@@ -90,15 +86,6 @@ def _edges(hazard: Hazard, first: str, second: str) -> list[tuple[str, str]]:
         if edges := fitting_edges(hazard, first, waiter):
             return [(edge.name, waiter) for edge in edges]
     return []
-
-
-def _named(op: Operation) -> str:
-    return f"{op.label} in a graph" if op.graph else op.label
-
-
-def _memory(tag: Tag) -> str:
-    """The memory's name without its part: pools and rings have many."""
-    return tag.name.partition(".")[0].partition("[")[0] or "a tensor"
 
 
 def stream_name(op: Operation) -> str:

@@ -15,9 +15,6 @@ class Policy(ABC):
 
     switch_odds = 0.0
 
-    def begin_call(self, call: int) -> None:  # noqa: B027 - most policies do not count
-        """The host makes its ``call``-th call into the GPU; the picks that follow belong to it."""
-
     def asked(self, mark: Operation, moment: int) -> bool:
         """The host asks whether ``mark`` has run, at ``moment`` of its program. If true, it runs now if it has not."""
         return False
@@ -132,38 +129,6 @@ class Pct(Policy):
         if priority is None:
             priority = self._priorities[number] = self._random.random()
         return priority
-
-
-class Turn(NamedTuple):
-    """At the host's ``call``-th call, ``num_ops`` operations of ``stream`` ran."""
-
-    call: int
-    stream: str
-    num_ops: int
-
-
-class Script(Policy):
-    """Repeats ``turns`` (see ``VirtualGpu.trace``), and is like ``laziest`` otherwise.
-
-    With some turns left out it is still a schedule, so a failing schedule can be shrunk.
-    """
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns: dict[int, list[Turn]] = {}
-        for turn in turns:
-            self._turns.setdefault(turn.call, []).append(turn)
-        self._due: list[str] = []
-
-    def begin_call(self, call: int) -> None:
-        self._due = [turn.stream for turn in self._turns.get(call, ()) for _ in range(turn.num_ops)]
-
-    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        while self._due:
-            name = self._due.pop(0)
-            for stream in runnable:
-                if stream.name == name:
-                    return stream
-        return needed
 
 
 _MAKERS: dict[str, Callable[[int], Policy]] = {  # from the seed

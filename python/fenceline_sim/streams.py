@@ -128,10 +128,6 @@ class Agent:
         self._history: list[Operation] = []
         self._forgotten = 0  # actions before those in the history
 
-    def join(self, clock: Clock) -> None:
-        """Everything in ``clock`` happened before what follows."""
-        self.clock = joined(self.clock, clock)
-
     def note(self, op: Operation) -> None:
         """Make ``op`` the next action of this agent."""
         self.count += 1
@@ -176,13 +172,9 @@ class HostThread(Agent):
         """The clock of what this thread submits now; the same object until something changes."""
         return self._now
 
-    def waited_for(self, op: Operation) -> None:
-        """What the thread does next is ordered after ``op`` and all before it on its stream."""
-        self.order_after(op.passed)
-
     def order_after(self, clock: Clock) -> None:
         """Everything in ``clock`` happened before what this thread does from now on."""
-        self.join(clock)
+        self.clock = joined(self.clock, clock)
         self._now = self.now()
 
     def act(self, op: Operation) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import combinations
 from random import Random
@@ -104,8 +103,8 @@ def test_a_fault_that_takes_two_preemptions_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Answering, "__init__", begun)
     monkeypatch.setattr(ModelRunner, "completions", wrong)
     plan = Plan(
-        arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, until_shown=False, jobs=1, detect=True,
-        deadline=math.inf, with_unarmed=False, progress=lambda num: None,
+        arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, everything=False, jobs=1,
+        progress=lambda num: None,
     )  # fmt: skip
     proof = explore(plan)
     assert not proof.clean and [f.trial.answers for f in proof.failures] == [Answers(False, (1, 4))]

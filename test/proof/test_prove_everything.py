@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import count
 
 import pytest
@@ -26,11 +25,8 @@ def _plan(num_intact: int) -> Plan:
         first_seed=0,
         num_intact=num_intact,
         num_per_arm=0,
-        until_shown=False,
+        everything=False,
         jobs=1,
-        detect=True,
-        deadline=math.inf,
-        with_unarmed=False,
         progress=lambda num: None,
     )
 

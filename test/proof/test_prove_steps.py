@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -17,11 +17,9 @@ from fenceline.memory_order import open_device
 from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.runs import Trial, run
-from fenceline_proof.schedule import shrink
 from fenceline_proof.steps import Loop, make_config
 from fenceline_proof.workloads import SCRIPTED, WORKLOADS
 from fenceline_sim import RaceError, VgpuDevice, VirtualGpu, use
-from fenceline_sim.policy import Turn
 
 torch.set_num_threads(1)
 _FOLDER = tempfile.TemporaryDirectory()
@@ -111,27 +109,6 @@ def test_a_row_refilled_while_its_last_owners_step_is_in_flight() -> None:
             loop.run()
         assert caught.value.edge == edge and "input_ring.device" in caught.value.memory
         assert "copy to device writes it on schedule" in str(caught.value)
-
-
-def _turns(count: int) -> list[Turn]:
-    return [Turn(call, "forward", 1) for call in range(count)]
-
-
-@pytest.mark.parametrize("needed", [(), (7,), (3, 17), (0, 1, 39)])
-def test_shrinking_keeps_what_is_needed(needed: tuple[int, ...]) -> None:
-    turns = _turns(40)
-
-    def fails(some: Sequence[Turn]) -> bool:
-        return {turns[i] for i in needed} <= set(some)
-
-    assert shrink(turns, fails) == [turns[i] for i in needed]
-
-
-def test_shrinking_gives_up_on_what_does_not_fail_again() -> None:
-    assert shrink(_turns(4), lambda some: False) is None
-    asked = []
-    kept = shrink(_turns(64), lambda some: bool(asked.append(1)) or len(some) == 64, max_runs=10)
-    assert kept == _turns(64) and len(asked) == 12
 
 
 @pytest.mark.long

@@ -38,10 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 _DRAWING = ("rand", "uniform", "normal", "bernoulli", "multinomial", "dropout", "exponential")
 
 
-class AuditError(CheckError):
+class AuditError(CheckError, checker="audit"):
     """An operation touched memory that it had not declared."""
-
-    checker = "audit"
 
 
 class Auditor:

@@ -166,8 +166,9 @@ def test_threads_of_a_run_that_is_over_end() -> None:
 
     for name, run in (("works", works), ("waits", waits), ("late", works)):
         gpu.spawn(name, run)
-    while len(done) == 0 and gpu.num_calls < 200:
-        gpu.synchronize_all()
+    for _ in range(200):
+        if not done:
+            gpu.synchronize_all()
     gpu.rotation.abandon()
     ours = [thread for thread in threading.enumerate() if thread not in others]
     for thread in ours:
