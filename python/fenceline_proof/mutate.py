@@ -332,8 +332,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--list", action="store_true", help="print the mutants and do nothing")
     add("--id", nargs="+", metavar="ID", help="these mutants")
-    add("--sample", type=int, metavar="N", help="N of them, chosen by --seed")
-    add("--seed", type=int, default=0, help="their order, which is random")
     add("--cpu-limit", type=float, default=60.0, metavar="SECONDS", help="CPU time for a mutant")
     add(
         "--trace-seeds", type=int, default=3, metavar="N",
@@ -353,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. The exit status is 1 if a mutant survives that is not known to."""
     args = _parser().parse_args(argv)
     chosen = [mutant for mutant in all_mutants() if args.id is None or mutant.id in args.id]
-    chosen = Random(args.seed).sample(chosen, len(chosen))[: args.sample]
+    chosen = Random(0).sample(chosen, len(chosen))
     if args.list:
         print(*chosen, sep="\n")
         return 0

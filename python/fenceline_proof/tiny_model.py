@@ -113,8 +113,6 @@ _DRAFTS: dict[str, dict[str, object]] = {
         "draft_vocab_size": _NUM_KNOWN,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
     },
-    # Its pages have rows of another size than the target's.
-    "EAGLE3 of one head": {},
     "NEXTN": {"num_nextn_predict_layers": 1},
     "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
     "NEXTN3": {"num_nextn_predict_layers": 3},
@@ -123,7 +121,7 @@ _DRAFTS: dict[str, dict[str, object]] = {
     "NEAR": {},
     "ITSELF": {},
 }
-_DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}
+_DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}  # pages with rows of another size
 _NOT_DRAWN = ("EAGLE3 of one head", "NEXTN3")  # those that a workload asks for
 DRAFTS = tuple(name for name in _DRAFTS if name not in _NOT_DRAWN)
 _NUM_LAYERS, _NUM_KV_HEADS, _HEAD_DIM = (

@@ -13,25 +13,23 @@ own, because a write to another GPU takes half as long as a read. There are two 
 * **two shots**: rank r gets slice r of all ranks, adds it up and pushes the sum to all. What is pushed is released by a
   flag and acquired by the reader, once for each block and shot, so only data is moved.
 
-Both add in float32 in the order of ranks and round once, so both give the same bits on all ranks.
+Both add in float32 in the order of ranks and round once: the same bits on all ranks.
 
 **Generations.** Each launch has the next generation, which a rank counts in its own memory, so a graph may bake in
 everything else. Each block has a counter of its own, so that blocks need not wait for each other; block 0 also counts
 for blocks that the launch does not have. Flags hold 64 bits of the generation and never repeat. Words hold 32, so they
 would repeat after 2^32 launches, and a word that no launch has written for so long could be taken for a new one. So
 some launches write words without data, which nobody reads in that launch, and so rewrite all words in turn
-(``REFRESH``), each at least once in 2 * 64 * capacity launches, which is less than 2^32. This is also why words that
-were zeros at first are safe: when generation 2^32, whose last 32 bits are 0, comes, no word is left as it was. Nothing
-has to be reset.
+(``REFRESH``), each at least once in 2 * 64 * capacity launches, which is less than 2^32. So words that
+were zeros at first are safe too, and nothing has to be reset.
 
 **When a buffer may be written again.** A launch g of this rank writes half g % 2 of its peers' buffers. The last to
 write there was launch g - 2, if not an earlier one. A peer has read what it wrote when its own launch g - 2 has ended,
 since a launch reads everything before it ends. In launch g - 1 this rank has received something from every peer: in one
 shot and in a gather all words, in two shots a flag. The peer sent it in its launch g - 1, which began when its launch
 g - 2 had ended, because kernels of a stream run one after the other. So a rank is never more than one launch ahead of a
-peer, of whatever kinds and sizes the launches are, and two halves are enough. A single half would not be: a peer may
-still be reading what g - 1 wrote. Two launches of a rank never overlap: one that is launched early waits for the end of
-the preceding one before it accesses memory.
+peer, of whatever kinds and sizes the launches are, and two halves are enough; one would not be. Two launches of a rank
+never overlap.
 
 **Blocks** are numbered alike on all ranks, and block b of a rank waits for block b of the others only. All blocks of a
 launch fit the GPU at once.

@@ -22,7 +22,7 @@ import torch
 from fenceline.memory_order.access import row_numbers
 from fenceline_sim.errors import BoundsError, CheckError, FreshnessError, GenerationError, ProtectionError
 from fenceline_sim.findings import Findings
-from fenceline_sim.memory import Access, Bound, Tag, row_values
+from fenceline_sim.memory import Access, Bound, Tag, rows_of
 from fenceline_sim.place import Place, here
 from fenceline_sim.shadow import Rows, units_of
 from fenceline_sim.streams import Agent, Operation, who
@@ -157,7 +157,7 @@ class Watch:
 
     def note_write(self, op: Operation, access: Access) -> None:
         """``op`` writes there now."""
-        units = units_of(access.layout, _values(access), self._unit)
+        units = units_of(access.layout, rows_of(access), self._unit)
         self._seqs[units] = op.seq
         self._writers[units] = op.agent, op.index
 
@@ -167,7 +167,7 @@ class Watch:
         if position == 0:
             return None
         fill = self._fills[position - 1]
-        units = units_of(access.layout, _values(access), self._unit)
+        units = units_of(access.layout, rows_of(access), self._unit)
         stale = self._seqs[units] <= fill.seq
         if not stale.any():
             return None
@@ -191,8 +191,6 @@ class Watch:
             f"freshness: {memory} read, but not written since the fill began", f"  read by {who(op)}", f"  {written}",
             f"  the fill began at {fill.place}",
         ]  # fmt: skip
-        if fill.guard:
-            lines.append(f"  missing guard: {fill.guard}")
         places = tuple(str(place) for place in (None if writer is None else writer.place, op.place) if place)
         return FreshnessError("\n".join(lines), fill.guard, memory, places, op.seq)
 
@@ -219,20 +217,16 @@ def _out_of_bounds(op: Operation, bound: Bound, values: Rows, writer: Operation 
             lines.append(f"  written by {who(writer)}")
     negative = bool((values < 0).any())
     if negative:
-        lines.append("  torch counts negative indices from the end, where a row belongs to another user")
-        lines.append("  missing guard: sink (padding names a row that is reserved for it)")
+        lines.append("  torch counts negative indices from the end; padding names a row that is reserved for it")
     return BoundsError("\n".join(lines), "sink" if negative else "", memory, (str(op.place),), op.seq)
 
 
 def _protected_write(op: Operation, tag: Tag, guard: str, graph: str) -> ProtectionError:
     """``op``, captured in ``graph``, writes to ``tag``'s memory, which ``guard`` should keep graphs from."""
-    lines = [
-        f"protection: no graph may write {tag}, and every replay of {graph} does",
-        f"  captured: {op.label} at {op.place}",
-    ]
-    if guard:
-        lines.append(f"  missing guard: {guard}")
-    return ProtectionError("\n".join(lines), guard, str(tag), (str(op.place),), op.seq)
+    text = (
+        f"protection: no graph may write {tag}, and every replay of {graph} does\n  captured: {op.label} at {op.place}"
+    )
+    return ProtectionError(text, guard, str(tag), (str(op.place),), op.seq)
 
 
 def _outlived(tag: Tag, watch: Watch, generation: int, place: Place) -> GenerationError:
@@ -244,7 +238,3 @@ def _outlived(tag: Tag, watch: Watch, generation: int, place: Place) -> Generati
         f"  that generation began at {fill.place}",
     ]
     return GenerationError("\n".join(lines), "", str(tag), (str(fill.place), str(place)))
-
-
-def _values(access: Access) -> Rows | None:
-    return None if access.rows is None else row_values(access.rows)

@@ -12,7 +12,7 @@ import torch
 
 from fenceline_sim.errors import RaceError
 from fenceline_sim.layout import Layout, layout_of
-from fenceline_sim.memory import Tag, row_values
+from fenceline_sim.memory import Tag, rows_of
 from fenceline_sim.pairs import PairsMet
 from fenceline_sim.report import Conflict, race_error
 from fenceline_sim.shadow import Rows, Shadow
@@ -34,14 +34,12 @@ class Detector:
     def check(self, op: Operation) -> Sequence[RaceError]:
         """Compare and record the accesses of ``op``, just before it runs, when its index values are known."""
         conflicts: list[Conflict] = []
-        for tag, layout, index in op.reads:
-            rows = None if index is None else row_values(index)
-            self._touch(op, tag, layout, rows, False, conflicts)
+        for access in op.reads:
+            self._touch(op, access.tag, access.layout, rows_of(access), False, conflicts)
         if op.spin is not None and op.spin.reads_what_it_waits_for:
             conflicts.clear()  # it has seen that what it reads is written
-        for tag, layout, index in op.writes:
-            rows = None if index is None else row_values(index)
-            self._touch(op, tag, layout, rows, True, conflicts)
+        for access in op.writes:
+            self._touch(op, access.tag, access.layout, rows_of(access), True, conflicts)
         return [race_error(conflict) for conflict in conflicts] if conflicts else _NONE
 
     def look_ahead(self, op: Operation) -> list[RaceError]:

@@ -34,7 +34,8 @@ class CheckError(VgpuError):
     def __init__(
         self, message: str, guard: str = "", memory: str = "", places: tuple[str, ...] = (), order: int = 0
     ) -> None:
-        super().__init__(message)
+        said = not guard or "\n  missing " in message
+        super().__init__(message if said else f"{message}\n  missing guard: {guard}")
         self.guard = guard
         self.memory = memory
         self.places = places

@@ -159,14 +159,10 @@ class VirtualGpu:
         return tag
 
     def resource(self, name: str) -> Tag:
-        """A resource that may have one user at a time, such as ``sm``: use it with ``using``."""
+        """A resource that may have one user at a time, such as ``sm``: its users write it."""
         tag = Tag(Region(0, ALIGN), here(), ())
         tag.name, tag.is_exclusive, tag.device = name, True, self.thread.device
         return tag
-
-    def using(self, resource: Tag) -> AbstractContextManager[None]:
-        """Inside, everything that this thread submits uses ``resource`` and must be ordered with its other users."""
-        return _holding(self.thread, "resources", (*self.thread.resources, whole(resource)))
 
     def submitting_for(self, purpose: Purpose) -> AbstractContextManager[None]:
         """Inside, ``purpose.ran`` is called for each operation that this thread submits, after each of its runs."""
@@ -191,13 +187,10 @@ class VirtualGpu:
         """Queue an operation on ``stream`` (default: the current one). The device may run some work now.
 
         ``after``: the operation with a kernel's early reads. ``starts_next``: see ``Operation``."""
-        thread = self.thread
-        if thread.resources:
-            writes = (*writes, *thread.resources)
         place = here() if place is None else place
         op = Operation(label, place, run, reads, writes, after, bounds, starts_next)
         self.collect_released()
-        self.enqueue(thread.current if stream is None else stream, op)
+        self.enqueue(self.thread.current if stream is None else stream, op)
         self._drift()
         return op
 
@@ -517,11 +510,6 @@ class Graph:
         self._last: Operation | None = None  # the end of the latest replay
 
     @property
-    def num_nodes(self) -> int:
-        """Operations of a replay, marks and waits included."""
-        return len(self._nodes)
-
-    @property
     def operations(self) -> list[Operation]:
         """What it runs, without marks and waits, in the order of the capture."""
         return [node.op for node in self._nodes if node.op.run is not None]
@@ -584,7 +572,6 @@ def _foreign_write(graph: str, op: Operation, tenant: Tag) -> StaleMemoryError:
         f"  captured: {op.label} at {op.place}",
         "  what it wrote went back to the allocator when the capture ended, and was handed out again at",
         f"  {tenant.place}",
-        "  missing guard: graph_pool",
     ]
     return StaleMemoryError("\n".join(lines), "graph_pool", str(tenant), (str(op.place), str(tenant.place)))
 

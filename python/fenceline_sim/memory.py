@@ -111,6 +111,11 @@ def row_values(rows: torch.Tensor | RowsOf) -> npt.NDArray[np.int64]:
     return values
 
 
+def rows_of(access: Access) -> npt.NDArray[np.int64] | None:
+    """The numbers of its rows, None if it is of all."""
+    return None if access.rows is None else row_values(access.rows)
+
+
 class Bound(NamedTuple):
     """``values`` index ``axis`` of ``tag``'s memory, which has ``size`` there. ``source``: the memory they lie in."""
 

@@ -60,7 +60,7 @@ class Operator:
         ]
         # For each return: the name of the argument that it is, or None for a new tensor.
         self.outputs = [_aliased(schema, result) for result in schema.returns]
-        self.indexes = index_rule(self.label)
+        self.indexes = _RULES.get(self.label)
         overload = func._overloadname
         self.is_out = overload.endswith("out")
         self.overwrites = self.is_out or (self.label in _OVERWRITING and "reduce" not in overload)
@@ -122,8 +122,3 @@ _RULES: dict[str, IndexRule] = {
          "scatter_reduce_"), _by_dim
     ),
 }  # fmt: skip
-
-
-def index_rule(label: str) -> IndexRule | None:
-    """The rule of the operator called ``label``, None if it does not index."""
-    return _RULES.get(label)

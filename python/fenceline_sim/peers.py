@@ -75,14 +75,8 @@ class Group:
         self.gpu = gpu
         self.size = size
         self.grain = grain
-        self.ranks: list[PeerRank | None] = [None] * size
+        self.ranks: dict[int, PeerRank] = {}  # as they join
         self.launches: dict[int, _Record] = {}  # by number: the first rank to make it, and how
-
-    def rank(self, rank: int) -> PeerRank:
-        """The rank's part of the group. It must have been made."""
-        found = self.ranks[rank]
-        assert found is not None, f"rank {rank} has not joined"
-        return found
 
 
 class _Record(NamedTuple):
@@ -137,7 +131,7 @@ class PeerRank:
         self.registered: dict[int, list[VTensor | None]] = {}  # all ranks' outputs, by the slot that a graph uses
         self.unregistered: list[tuple[int, VTensor]] = []  # slots of captured launches, not registered yet
         self._num_slots = 0
-        assert group.ranks[rank] is None, f"rank {rank} has joined already"
+        assert rank not in group.ranks, f"rank {rank} has joined already"
         group.ranks[rank] = self
 
     def _buffer(self, name: str, shape: tuple[int, ...], unit: int = 0) -> VTensor:
@@ -172,7 +166,7 @@ class PeerRank:
         for slot, tensor in self.unregistered:
             self.group.gpu.collect_released()
             for rank in range(self.size):
-                known = self.group.rank(rank).registered.setdefault(slot, [None] * self.size)
+                known = self.group.ranks[rank].registered.setdefault(slot, [None] * self.size)
                 known[self.rank] = tensor
             _share(tensor)
         self.unregistered = []
@@ -340,7 +334,7 @@ class _Spin:
     def what(self) -> str:
         """For reports: the rank for which it waits, and how far that rank has come."""
         mine, step = self._mine, self.step
-        latest = mine.group.rank(step.peer).latest
+        latest = mine.group.ranks[step.peer].latest
         before = "has launched nothing" if latest is None else f"has last launched {latest.what}, {latest.place}"
         mine_is = f"the {self.held.number}. collective, {self.held.running.what}"
         return f"rank {step.peer} in {mine_is}; rank {step.peer} {before}"
@@ -380,9 +374,9 @@ class _Spin:
             case Act.READ:
                 reads = [self._part(running.x)]
             case Act.PUSH_WORDS:
-                writes = [self._place(group.rank(step.peer).words, mine.rank, step.vector, self._bytes)]
+                writes = [self._place(group.ranks[step.peer].words, mine.rank, step.vector, self._bytes)]
             case Act.REFRESH if (refreshed := self._refreshed) is not None:
-                writes = [self._place(group.rank(step.peer).words, mine.rank, refreshed)]
+                writes = [self._place(group.ranks[step.peer].words, mine.rank, refreshed)]
             case Act.AWAIT_WORDS:
                 written = self._written
                 if written.number != number and mine.generations.awaits(self.word):
@@ -395,7 +389,7 @@ class _Spin:
                 writes = [self._part(running.out, row) for row in range(running.shape.size)]
             case Act.PUSH:
                 reads = [self._part(running.x)]
-                writes = [self._place(group.rank(step.peer).staged, mine.rank, step.vector)]
+                writes = [self._place(group.ranks[step.peer].staged, mine.rank, step.vector)]
             case Act.LOAD:
                 reads = [self._place(mine.staged, step.peer, step.vector)]
             case Act.PUSH_SUM:
@@ -410,7 +404,7 @@ class _Spin:
         """Where a sum is pushed: into the peer's buffer, or into its output, whose address this rank must know."""
         mine, running, step = self._mine, self.held.running, self.step
         if not running.shape.registered:
-            return self._place(mine.group.rank(step.peer).sums, mine.rank, step.vector)
+            return self._place(mine.group.ranks[step.peer].sums, mine.rank, step.vector)
         known = mine.registered.get(running.slot, [None] * mine.size)[step.peer]
         if known is None:
             mine.group.gpu.checks.found(_unregistered(self, op))
@@ -467,11 +461,11 @@ class _Spin:
             case Act.PUSH_WORDS:
                 write[0].copy_(vectors[own].view(torch.uint8)[self._bytes])
                 place = (self._half, mine.rank, step.vector, self.word)
-                group.rank(step.peer).written[place] = _Word(number, held.began)
+                group.ranks[step.peer].written[place] = _Word(number, held.began)
             case Act.REFRESH if (refreshed := self._refreshed) is not None:
                 for word in range(len(group.grain.words(group.grain.vector_bytes))):
                     place = (self._half, mine.rank, refreshed, word)
-                    group.rank(step.peer).written[place] = _Word(number, held.began)
+                    group.ranks[step.peer].written[place] = _Word(number, held.began)
             case Act.AWAIT_WORDS:
                 if self.word == 0:
                     held.words[key] = []
@@ -503,7 +497,7 @@ class _Spin:
         if step.act is Act.BEGIN:
             self.held.began = op.passed
         elif step.act is Act.RELEASE:
-            flag = mine.group.rank(step.peer).flag(step.vector, self.held.block, mine.rank)
+            flag = mine.group.ranks[step.peer].flag(step.vector, self.held.block, mine.rank)
             flag.value = mine.generations.generation(self.held.number)
             flag.clock = op.passed
 
@@ -530,7 +524,7 @@ def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:
     memory = f"words of rank {spin._mine.rank}"
     return FreshnessError(
         f"freshness: {memory} from rank {spin.step.peer} of launch {written} are taken for those of launch"
-        f" {spin.held.number}\n  {who(op)}\n  missing guard: {FLAG_GENERATION.name}",
+        f" {spin.held.number}\n  {who(op)}",
         FLAG_GENERATION.name,
         memory,
         (str(op.place),),
@@ -541,7 +535,7 @@ def _unregistered(spin: _Spin, op: Operation) -> PeerError:
     running = spin.held.running
     return PeerError(
         f"peers: {op.graph or 'a launch'} was replayed before rank {spin._mine.rank} was told where rank"
-        f" {spin.step.peer} has its {running.what}\n  {who(op)}\n  missing guard: {REGISTERED_GRAPH.name}",
+        f" {spin.step.peer} has its {running.what}\n  {who(op)}",
         REGISTERED_GRAPH.name,
         running.what,
         (str(op.place),),

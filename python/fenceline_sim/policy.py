@@ -28,18 +28,14 @@ class Policy(ABC):
         """
 
 
-class Fifo(Policy):
-    """In the order of submission, and only when the host waits."""
+class InOrder(Policy):
+    """In the order of submission: when the host waits, or ``at_once``, as on a device that is infinitely fast."""
+
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        return None if needed is None else _oldest(runnable)
-
-
-class Eager(Policy):
-    """In the order of submission and at once: a device that is infinitely fast."""
-
-    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        return _oldest(runnable)
+        return None if needed is None and not self._at_once else min(runnable, key=lambda stream: stream.queue[0].seq)
 
 
 class Laziest(Policy):
@@ -132,8 +128,8 @@ class Pct(Policy):
 
 
 _MAKERS: dict[str, Callable[[int], Policy]] = {  # from the seed
-    "fifo": lambda seed: Fifo(), "eager": lambda seed: Eager(), "laziest": lambda seed: Laziest(), "random": Uniform,
-    "pct": Pct,
+    "fifo": lambda seed: InOrder(at_once=False), "eager": lambda seed: InOrder(at_once=True),
+    "laziest": lambda seed: Laziest(), "random": Uniform, "pct": Pct,
 }  # fmt: skip
 POLICIES = tuple(_MAKERS)
 
@@ -143,7 +139,3 @@ def make_policy(name: str, seed: int) -> Policy:
     if name not in _MAKERS:
         raise ValueError(f"unknown policy {name!r}: use one of {', '.join(POLICIES)}")
     return _MAKERS[name](seed)
-
-
-def _oldest(runnable: Sequence[VirtualStream]) -> VirtualStream:
-    return min(runnable, key=lambda stream: stream.queue[0].seq)

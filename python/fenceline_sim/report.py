@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from fenceline.memory_order.access import row_numbers
 from fenceline.memory_order.checker import fitting_edges, hazard_of, missing_edge
-from fenceline.memory_order.edges import Edge, Hazard, StreamName
+from fenceline.memory_order.edges import Edge, Hazard
 from fenceline_sim.errors import RaceError
 from fenceline_sim.memory import Tag
 from fenceline_sim.pairs import stream_name
-from fenceline_sim.streams import DEFAULT_STREAM, RELEASE, Operation
+from fenceline_sim.streams import RELEASE, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ def race_error(conflict: Conflict) -> RaceError:
     lines = _wrong_stream(conflict) or [
         f"race: {conflict.hazard.value} on {conflict.memory}", f"  1. {_describe(conflict, first, first_writes)}",
         f"  2. {_describe(conflict, second, second_writes)}", f"  {_missing(conflict, guards)}",
-        *_not_the_engines(first, second),
     ]  # fmt: skip
     return RaceError(
         "\n".join(lines), edge=edges[0].name if edges else "", edges=tuple(edge.name for edge in edges) or guards,
@@ -85,7 +84,9 @@ def _missing(conflict: Conflict, guards: tuple[str, ...]) -> str:
     (first, _), (second, _) = conflict.in_program_order
     if guards:
         return f"nothing orders them; missing guard: {' or '.join(guards)}"
-    return _missing_wait(first, second) or missing_edge(conflict.edges, _where(first), _where(second))
+    if _where(first) == _where(second):
+        return "nothing orders them: 2 may begin before 1 ends; read after the wait, or let another kernel come first"
+    return missing_edge(conflict.edges, _where(first), _where(second))
 
 
 def _wrong_stream(conflict: Conflict) -> list[str]:
@@ -106,27 +107,6 @@ def _wrong_stream(conflict: Conflict) -> list[str]:
 def _where(op: Operation) -> str:
     """The agent, or for a kernel's early reads the kernel's stream."""
     return op.where if op.stream is None else op.stream.is_ahead_of or op.where
-
-
-def _missing_wait(first: Operation, second: Operation) -> str:
-    """What would order two kernels of one stream."""
-    if _where(first) != _where(second):
-        return ""
-    return "nothing orders them: 2 may begin before 1 has ended; read after the wait, or let another kernel come first"
-
-
-def _not_the_engines(first: Operation, second: Operation) -> list[str]:
-    """A hint if one of the two runs on the default stream, which the engine does not use after start-up."""
-    for number, op, other in ((1, first, second), (2, second, first)):
-        if op.where == DEFAULT_STREAM and _where(other) in _ENGINE_STREAMS:
-            return [
-                f"  wrong stream? No edge joins {DEFAULT_STREAM}: {number} belongs on a stream of the engine "
-                f"(where the other one runs: {_where(other)}), or a full stop after it"
-            ]
-    return []
-
-
-_ENGINE_STREAMS = frozenset(name.value for name in StreamName if name is not StreamName.HOST)
 
 
 def _describe(conflict: Conflict, op: Operation, writes: bool) -> str:

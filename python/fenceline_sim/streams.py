@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.stream import Clock, joined
-from fenceline_sim.memory import NO_ACCESS, NO_BOUNDS, Access, Accesses, Bounds
+from fenceline_sim.memory import NO_ACCESS, NO_BOUNDS, Accesses, Bounds
 from fenceline_sim.place import Place
 
 RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
@@ -153,11 +153,10 @@ class Agent:
 class HostThread(Agent):
     """A thread of the host, of the rank whose device is ``device``."""
 
-    __slots__ = ("_now", "current", "purpose", "resources")
+    __slots__ = ("_now", "current", "purpose")
 
     def __init__(self, number: int, name: str, current: VirtualStream) -> None:
         super().__init__(number, name, current.device)
-        self.resources: tuple[Access, ...] = ()  # used by everything that it submits
         self.purpose: Purpose | None = None  # of everything that it submits
         self.current = current  # the stream that torch operations of this thread go to
         self._now: Clock = self.now()

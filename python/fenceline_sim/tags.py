@@ -886,8 +886,7 @@ class Tags:
 
     def report(self, op: Operation, memory: str, text: str, guard: str = "") -> None:
         """Add an error of ``memory``; the last words of ``text`` are about ``op``. ``guard``: what is missing."""
-        missing = f"\n  missing guard: {guard}" if guard else ""
-        self.add(TagError(f"tags: {text} {who(op)}{missing}", guard, memory, (str(op.place),), op.seq))
+        self.add(TagError(f"tags: {text} {who(op)}", guard, memory, (str(op.place),), op.seq))
 
     def add(self, error: CheckError) -> None:
         """Raise ``error``; without the detector keep it, for a report of wrong tokens."""

@@ -16,6 +16,7 @@ from fenceline_sim.errors import (
     ProtectionError,
     StaleMemoryError,
 )
+from fenceline_sim.memory import whole
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
 
@@ -276,18 +277,16 @@ def test_a_graph_may_go_on_when_whoever_had_its_memory_is_gone() -> None:
 
 def test_a_replay_occupies_what_its_capture_did() -> None:
     for ordered in (True, False):
-        gpu, device = make_gpu()
+        gpu, _ = make_gpu()
         sm, other = gpu.resource("sm"), gpu.stream("other")
-        x, page = torch.zeros(4, device=device), torch.zeros(4, device=device)
-        gpu.synchronize_all()
         graph = gpu.graph("attention")
-        with gpu.capture(graph), gpu.using(sm):
-            x.add_(1)
+        with gpu.capture(graph):
+            gpu.submit("attention", lambda: None, writes=[whole(sm)])
         graph.replay()
         if ordered:
             gpu.wait(other, gpu.record(gpu.default_stream))
-        with gpu.on(other), gpu.using(sm):
-            page.add_(1)
+        with gpu.on(other):
+            gpu.submit("copy", lambda: None, writes=[whole(sm)])
         if ordered:
             gpu.synchronize_all()
         else:

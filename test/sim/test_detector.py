@@ -173,20 +173,3 @@ def test_contiguous_form_has_torchs_strides() -> None:
 
 def test_row_numbers_are_written_as_runs() -> None:
     assert row_numbers(np.array([3, 17, 18, 19, 40])) == "3, 17-19, 40"
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_work_left_on_the_default_stream_is_asked_about(lost: bool) -> None:
-    """Two streams of the engine in no order lack an edge; where one is the default stream, no edge would help."""
-    gpu = VirtualGpu(policy="laziest")
-    device = use(gpu)
-    memory = torch.zeros(4, device=device)
-    gpu.synchronize_all()
-    with gpu.on(gpu.stream("forward")):
-        memory.add_(1)
-    with gpu.on(gpu.default_stream if lost else gpu.stream("schedule")):
-        memory.mul_(2)
-    with pytest.raises(RaceError) as caught:
-        gpu.synchronize_all()
-    hint = "wrong stream? No edge joins default: 2 belongs on a stream of the engine (where the other one runs"
-    assert (hint in str(caught.value)) == lost

@@ -8,6 +8,7 @@ from conformance_vgpu import make_gpu
 
 from fenceline.memory_order.kernel import declared
 from fenceline_sim import RaceError, VirtualGpu, use
+from fenceline_sim.memory import whole
 
 
 def compute_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -51,23 +52,22 @@ def test_rows_that_meet_are_a_race_and_the_index_is_read() -> None:
 def attention_beside_a_copy(gpu: VirtualGpu, ordered: bool) -> None:
     """F2: a persistent attention kernel beside a copy that needs the same SMs."""
     device = use(gpu)
-    q, page = torch.ones(4, 4, device=device), torch.zeros(4, device=device)
+    page = torch.zeros(4, device=device)
     sm = gpu.resource("sm")
     forward, store = gpu.stream("forward"), gpu.stream("store")
     gpu.synchronize_all()
-    with gpu.on(forward), gpu.using(sm):
-        q.add_(1)
+    with gpu.on(forward):
+        gpu.submit("attention", lambda: None, writes=[whole(sm)])
     if ordered:
         gpu.wait(store, gpu.record(forward))
     with gpu.on(store):
         page.add_(1)  # occupies no SMs
-        with gpu.using(sm):
-            page.add_(1)
+        gpu.submit("copy", lambda: None, writes=[whole(sm)])
     gpu.synchronize_all()
 
 
 def test_users_of_an_exclusive_resource_must_be_ordered() -> None:
     for seed in range(5):
         attention_beside_a_copy(VirtualGpu(seed=seed), ordered=True)
-        with pytest.raises(RaceError, match="exclusive on resource sm(.|\n)*add_ occupies it on store"):
+        with pytest.raises(RaceError, match="exclusive on resource sm(.|\n)*copy occupies it on store"):
             attention_beside_a_copy(VirtualGpu(seed=seed), ordered=False)
