@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from block_cases import BlockSteps
 from draft_checkpoints import save_appended_mtp
 from model_parity import save_checkpoint
 from scheduler_driver import asked_twice
 from selection_cases import SCALE, Sizes, Steps
 
+from fenceline.config.families import BlocksConfig
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs, IndexQueries, QueryTree, VerifyInputs
 from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.index_rows import unpacked
 from fenceline.layers.kernels.triton import select_tokens
+from fenceline.layers.kernels.triton.select_blocks import store_means
 from fenceline.layers.kernels.triton.store_index import store_index
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.memory_order.guards import first_of_best
@@ -30,6 +33,9 @@ TOLERANCE = 3e-2  # of bfloat16
 TREE = [-1, 0, 0, 1, 2]  # the parent of each node
 # Query heads and heads of the indexer: of GLM-5, DeepSeek-V3.2, and of a rank of eight.
 HEADS = ((64, 32), (128, 64), (16, 64))
+# Of MiniCPM-SALA. The first two requests select.
+BLOCKS = BlocksConfig(size=64, top_k=96, first=1, local=32, width=32, stride=16)
+BLOCK_LENGTHS = (20_000, 6_145, 6_144, 70)
 EAGER: Flags = {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}
 
 
@@ -232,3 +238,23 @@ def test_fp8_gives_the_same_tokens_in_graphs_and_chunks(name: str, checkpoints: 
     expected = asked_twice(checkpoints[name], flags | EAGER)
     assert asked_twice(checkpoints[name], flags) == expected
     assert asked_twice(checkpoints[name], flags | {"chunked_prefill_size": 16}) == expected
+
+
+def test_queries_attend_to_the_blocks_of_the_definition() -> None:
+    steps = BlockSteps(1, BLOCK_LENGTHS, BLOCKS, 64, (2, 16, 128), store_means, "cuda")
+    backend = TritonAttentionBackend(steps.pool, 0, steps.rules, 32)
+    steps.check(backend)
+    steps.check(backend, [3] * len(BLOCK_LENGTHS))
+
+
+def test_company_changes_no_bit_of_selected_blocks_in_a_fixed_order() -> None:
+    """In a step of decode or of a prompt, beside others or alone, from lists of tokens or without."""
+    num = len(BLOCK_LENGTHS)
+    steps = BlockSteps(1, BLOCK_LENGTHS, BLOCKS, 64, (2, 16, 128), store_means, "cuda", "bfloat16")
+    backend = TritonAttentionBackend(steps.pool, 0, steps.rules, 32, 32_768)
+    queries = 2 * torch.randn(num, 32, 128, generator=steps.generator)
+    together = steps.results(backend, queries, None, range(num))
+    alone = [steps.results(backend, queries[i : i + 1], None, [i]) for i in range(num)]
+    prompts = steps.results(backend, queries.repeat_interleave(5, 0), [5] * num, range(num))
+    assert bool(together.isfinite().all())
+    assert torch.equal(together, torch.cat(alone)) and torch.equal(together, prompts[4::5])
