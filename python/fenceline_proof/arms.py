@@ -182,6 +182,7 @@ _GUARD_ARMS = (
     Arm("row_state", "states", _by_guard(TagError.checker, "row_state")),
     Arm("snapshot_after", "states", _by_guard(TagError.checker, "snapshot_after")),
     Arm("committed_state", "states", _by_guard(TagError.checker, "committed_state"), first=6),
+    Arm("accepted_state", "states", _by_guard(TagError.checker, "accepted_state")),
     Arm("loaded_state", "states", _by_guard(TagError.checker, "loaded_state")),
     Arm("new_weights", "new_weights", _by_report(r"it on default ")),
     Arm("old_kv", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),

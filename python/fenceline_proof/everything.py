@@ -32,7 +32,14 @@ from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, Arrival, Flag, Flags, Scenario, Script, Workload
-from fenceline_proof.speculative_workloads import chains_of_models, chains_that_see, draft_flags, several_layers, trees
+from fenceline_proof.speculative_workloads import (
+    chains_beside_states,
+    chains_of_models,
+    chains_that_see,
+    draft_flags,
+    several_layers,
+    trees,
+)
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -439,6 +446,7 @@ def _with_states(random: Random, flags: Flags) -> Flags:
         "bad_days", "least_tokens", "debug_cuda_graph",
     )  # fmt: skip
     kept = {name: value for name, value in flags.items() if not name.startswith(refused)}
+    kept |= chains_beside_states(own) if "draft" in flags else {}
     if not flags.get("disable_radix_cache"):
         kept["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + own.choice((1, 3, 16))
     return {**kept, "model": "states"}

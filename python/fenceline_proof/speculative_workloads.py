@@ -44,6 +44,12 @@ def chains_of_models(random: Random) -> Flags:
     return {"draft": random.choice(("NEAR", "ITSELF")), "speculative_num_steps": num_steps, **_depths(random)}
 
 
+def chains_beside_states(random: Random) -> Flags:
+    """Drafts of the model with recurrent layers, whose own layers all attend."""
+    draft = random.choice(("EAGLE3", "NEXTN", "NEAR"))
+    return {"draft": draft, "speculative_num_steps": random.choice((1, 2, 3)), **_depths(random)}
+
+
 def trees_under_windows(random: Random) -> Scenario:
     """Trees of drafts, verified for requests that are a little shorter than the window of some layers, and grow longer
     than it."""

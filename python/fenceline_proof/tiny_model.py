@@ -173,7 +173,9 @@ def tiny_part(number: int) -> str:
 def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
     """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`. ``model``: its
     target; of the sparse one there are NEAR, ITSELF and NEXTN alone, of others but the plain one and that with pictures
-    the first two."""
+    the first two, and of that with states NEXTN; it has those of the plain one too, whose layers all attend."""
+    if model == "states" and name != "NEXTN":
+        return tiny_draft(name)
     if name == "ITSELF":
         return "STANDALONE", tiny_model_path(model)
     is_written = model in (PLAIN, "pictures") or name in ("NEAR", "NEXTN")

@@ -30,6 +30,7 @@ from fenceline_proof.pictures import FIRST_PICTURE, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, PIECES, Arrival, Flags, Scenario, Script, Workload
 from fenceline_proof.speculative_workloads import (
     SPECULATIVE_WORKLOADS,
+    chains_beside_states,
     chains_of_models,
     chains_that_see,
     trees_under_windows,
@@ -243,11 +244,13 @@ def _sparse(random: Random) -> Scenario:
 
 def _states(random: Random) -> Scenario:
     """Requests of a model with recurrent layers: mostly conversations and prompts that part at any token, with few
-    snapshots; else what others ask for, cut, retracted, aborted and paused."""
+    snapshots; else what others ask for, cut, retracted, aborted and paused. Some runs verify drafts."""
+    own = Random(str(random.getstate()[1][:8]))  # so that the other runs stay as they are
+    drafts = chains_beside_states(own) if own.random() < 0.4 else {}
     if random.random() < 0.4:
         scenario = random.choice((_bursts, _retraction, _aborts, _row_reuse, _mixed))(random)
     else:
-        scenario = _parting(random)
+        scenario = _parting(random, 1.3 if drafts else 0.0)  # the common noise makes drafts agree
     flags = {**scenario.flags, "model": "states"}
     if not flags.get("disable_radix_cache"):
         flags["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + random.choice((1, 2, 4, 8, 32))
@@ -258,19 +261,20 @@ def _states(random: Random) -> Scenario:
     if not flags.get("disable_radix_cache") and random.random() < 0.5:
         ratio, policy = random.choice((1.0, 2.0, 4.0)), random.choice(("recompute", "offload"))
         tiers = tier_flags(random, hicache_ratio=ratio, page_size=flags.get("page_size", 1), retract_policy=policy)
-    return replace(scenario, flags={**flags, **between, **tiers})
+    return replace(scenario, flags={**flags, **between, **tiers, **drafts})
 
 
-def _parting(random: Random) -> Scenario:
+def _parting(random: Random, temperature: float) -> Scenario:
     script = Script(random)
     families = [script.prompt(10, 20) for _ in range(2)]
     for turn in range(7):
         family = random.choice(families)
         prompt = family[: random.randint(5, len(family))] + script.prompt(1, 5)
         stops = tuple(random.sample(range(VOCAB_SIZE), random.choice((0, 12))))  # many answers end while a step goes on
-        rid = script.add(turn * random.randint(2, 4), prompt, random.randint(1, 12), stop_token_ids=stops)
+        options = {"stop_token_ids": stops, "temperature": temperature}
+        rid = script.add(turn * random.randint(2, 4), prompt, random.randint(1, 12), **options)
         if random.random() < 0.3:
-            script.follow(rid, random.randint(1, 3), script.prompt(1, 4), random.randint(1, 5))
+            script.follow(rid, random.randint(1, 3), script.prompt(1, 4), random.randint(1, 5), temperature=temperature)
         elif random.random() < 0.2:
             script.send(3 * turn + random.randint(1, 6), AbortReq(rid=rid))
     return script.scenario(

@@ -3,6 +3,7 @@ the kernels' accesses and compute their values with torch's operators."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,19 @@ from fenceline.layers.kernels.base import ONE, RELU2, SILU, HeadLayout, KVScales
 from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates
 from fenceline.layers.recurrent_state import LayerState, StateRows
 from fenceline.layers.weight import DenseWeight, RMSNorm
+from fenceline.memory_order.kernel import Kernel
 from fenceline_sim.kernels import launch_function
+from fenceline_sim.state_tags import NOT_KEPT
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
 _FEW_HEAD_ROWS = 64  # of ``by_head``, whose import needs Triton
 _FEW_TOKENS, _TOKENS_A_PROGRAM = 16, 32  # of the router's kernels (``routing``, whose import needs Triton)
 _TORCH = LayerKernels()
+
+
+def _of_step(kernel: Kernel, rows: StateRows) -> Kernel:
+    """``kernel``, whose name tells the tags if it absorbs no tokens of the step."""
+    return kernel if rows.kept else replace(kernel, name=f"{kernel.name}{NOT_KEPT}")
 
 
 def _of_rows(rows: StateRows) -> tuple[torch.Tensor, ...]:
@@ -95,7 +103,9 @@ class LaunchedLayerKernels(LayerKernels):
         out = torch.empty_like(x)
         args, operands = (x, weight, bias, silu, state, rows), (x, weight, bias, *_of_rows(rows))
         tensors = state["conv"], state["x"]
-        launch_function(accesses.short_convolution, _TORCH.short_convolution, args, (*operands, *tensors), out)
+        launch_function(
+            _of_step(accesses.short_convolution, rows), _TORCH.short_convolution, args, (*operands, *tensors), out
+        )
         return out
 
     def delta_inputs(
@@ -138,7 +148,7 @@ class LaunchedLayerKernels(LayerKernels):
         out = torch.empty_like(v)
         inputs, tensors = (q, k, v, decays, beta), (state["matrix"], state["k"], state["d"], state["decay"])
         operands = *inputs, *_of_rows(rows), *tensors
-        launch_function(accesses.recurrence, _TORCH.recurrence, (*inputs, state, rows), operands, out)
+        launch_function(_of_step(accesses.recurrence, rows), _TORCH.recurrence, (*inputs, state, rows), operands, out)
         return out
 
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ no request has, and any read of it as a token of a request is reported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from fenceline_sim.accounts import GUESS, I64, Seq
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layout import Layout
 from fenceline_sim.memory import Tag
+from fenceline_sim.state_tags import StatePart
 from fenceline_sim.streams import Operation
 from fenceline_sim.tags import HOLE, SINK_PAGE, SlotMemory, Step, Tags, memory_of
 
@@ -222,6 +223,19 @@ class SpeculativeStep(Step):
         if self._unread.get(part):
             self._not_read(op, self._unread[part][0], part)
 
+    # --- states
+
+    def state_parts(self, absorbs: bool) -> Mapping[int, StatePart]:
+        """By row: the tokens before the step, and if it ``absorbs`` them those that it verifies."""
+        states, parts = self._tags.states, dict[int, StatePart]()
+        assert states is not None, "the model has recurrent layers"
+        for index, seq in enumerate(self.seqs):
+            base, ends = self._base(index), self._ends_of(index)[:-1].tolist()
+            own = self._path(index, self._num_rows) if absorbs else []
+            parts[seq.row] = StatePart(seq.account.name, states.absorbed[seq.row], base + len(own), ends + own)
+            states.absorbed[seq.row] = base // states.grid * states.grid
+        return parts
+
     # --- the tokens
 
     def _check_all_read(self, op: Operation, rows: Sequence[int]) -> None:
@@ -322,6 +336,9 @@ class SpeculativeTags(Tags):
         if batch.is_decode:
             step = SpeculativeStep(self, seqs, self._runner, self._shapes[batch.depth.depth])
             step.images = self._images_of(seqs, batch)
+            step.states = self._states_of(seqs, batch)
+            if step.states is not None:
+                step.states.verified = step.state_parts
             return step
         return super()._purpose(seqs, batch)
 

@@ -7,15 +7,27 @@ request, or after too few or too many tokens, is reported at the operation that 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
-from fenceline.memory_order.edges import ENDS_AT_STATE, LOADED_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
+from fenceline.memory_order.edges import ACCEPTED_STATE, ENDS_AT_STATE, LOADED_STATE, ROW_STATE, SNAPSHOT_AFTER, Guard
 from fenceline_sim.accounts import NOTHING, Seq
 from fenceline_sim.image_tags import Report
 from fenceline_sim.memory import Access, Tag, row_values
 from fenceline_sim.streams import Operation
 
 SINK_SLOT = 0
+NOT_KEPT = " of tokens that may be rejected"  # at the end of a kernel's label
 _MEMORY = "states"
+
+
+class StatePart(NamedTuple):
+    """A request's part of a step, in which its state goes from that after ``first`` tokens to that after ``length``.
+    ``ends``: its prefixes by token."""
+
+    name: str
+    first: int
+    length: int
+    ends: Sequence[int]
 
 
 class StateTags:
@@ -28,13 +40,14 @@ class StateTags:
         self._held: dict[int, dict[int, int]] = {}  # by where a part lies in a slot, and by slot
         self.begun: set[int] = set()  # rows that got the state of a prefix from a snapshot
         self.loaded: set[int] = set()  # from the host
+        self.absorbed: dict[int, int] = {}  # by row: how many tokens its state must have absorbed
         self.host: Tag | None = None  # the memory of the slots on the host
         self._on_host: dict[int, dict[int, int]] = {}  # by slot there, what each part holds
 
-    def at(self, seq: Seq, length: int) -> int:
+    def at(self, part: StatePart, length: int) -> int:
         """The prefix whose state its slot carries when the request has ``length`` tokens."""
         absorbed = length // self.grid * self.grid
-        return seq.account.ends[absorbed - 1] if absorbed else NOTHING
+        return part.ends[absorbed - 1] if absorbed else NOTHING
 
     def slot_of(self, access: Access) -> int:
         """The slot that a copy accesses."""
@@ -87,6 +100,9 @@ class StepStates:
     def __init__(self, states: StateTags, seqs: Sequence[Seq], snapshots: Collection[tuple[int, int]]) -> None:
         """``snapshots``: those that it makes of its rows, (row, slot)."""
         self._states, self._by_row, self._snapshots = states, {seq.row: seq for seq in seqs}, snapshots
+        # Of a step that verifies drafts: by row each request's part, if it absorbs these or not, when it runs.
+        self.verified: Callable[[bool], Mapping[int, StatePart]] | None = None
+        self._parts: Mapping[int, StatePart] = {}
         first = {seq.row for seq in seqs if seq.first == 0}
         states.begun -= first
         states.loaded -= first
@@ -98,21 +114,33 @@ class StepStates:
             return
         if access.rows is not None:
             held = states.part_of(access)
+            if self.verified is not None and not self._parts:
+                self._parts = self.verified(not op.label.endswith(NOT_KEPT))
             for slot in set(row_values(access.rows).tolist()) - {SINK_SLOT}:
-                seq = self._by_row[slot]
+                part = self._part(slot)
                 if writes:
-                    held[slot] = states.at(seq, seq.length)
-                elif seq.first >= states.grid:
+                    held[slot] = states.at(part, part.length)
+                    if self.verified is None:
+                        states.absorbed[slot] = part.length // states.grid * states.grid
+                elif part.first >= states.grid:
                     guard = ROW_STATE if slot in states.begun else ENDS_AT_STATE
                     guard = LOADED_STATE if slot in states.loaded else guard
-                    what = f"read for token {seq.first} of {seq.account.name}"
-                    states.check(op, held, slot, states.at(seq, seq.first), what, guard)
+                    guard = guard if self.verified is None else ACCEPTED_STATE
+                    what = f"read for token {part.first} of {part.name}"
+                    states.check(op, held, slot, states.at(part, part.first), what, guard)
         elif writes:
             source, slot = states.slot_of(op.reads[0]), states.slot_of(access)
             states.copied(source, slot)
             if (source, slot) in self._snapshots:
-                right = states.at(self._by_row[source], self._by_row[source].length)
+                part = self._part(source)
+                right = states.at(part, part.length)
                 states.check_slot(op, slot, right, "a snapshot of its step", SNAPSHOT_AFTER)
+
+    def _part(self, row: int) -> StatePart:
+        if self.verified is not None:
+            return self._parts[row]
+        seq = self._by_row[row]
+        return StatePart(seq.account.name, seq.first, seq.length, seq.account.ends)
 
 
 class StateCopy:

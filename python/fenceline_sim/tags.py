@@ -160,7 +160,7 @@ class Step:
     ) -> None:
         self._tags = tags
         self.images = images
-        self._states = states
+        self.states = states
         self.seqs = seqs
         self._decodes = decodes
         self._kind = "decode step" if decodes else "prefill step"
@@ -192,8 +192,8 @@ class Step:
                 self._sample(op, access)
             elif self.images is not None:
                 self.images.ran(op, access, writes)
-            elif self._states is not None:
-                self._states.ran(op, access, writes)
+            elif self.states is not None:
+                self.states.ran(op, access, writes)
 
     def _prefixes(self, seq: Seq, part: int) -> I64:
         """The prefixes on which its tokens' slots of ``part`` depend; all steps before this one have sampled, and where
@@ -898,7 +898,7 @@ class Tags:
 
 def _window(runner: ModelRunner, layer: int) -> int | None:
     """The window of a layer of the KV pool. Of drafts a whole model alone has layers with windows."""
-    num_layers, speculative = runner.model.num_layers, runner.speculative
+    num_layers, speculative = runner.model.config.num_attention_layers, runner.speculative
     if layer < num_layers:
         return runner.model.config.window(layer)
     assert speculative is not None, "layers behind the target's are a draft's"

@@ -163,6 +163,52 @@ def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
     return DraftCheckpoint(config, made.tensors)
 
 
+def save_own_mtp(
+    name: str, directory: Path, others: Mapping[str, object] | None = None
+) -> tuple[transformers.PreTrainedModel, DraftCheckpoint]:
+    """A hybrid target of ``CHECKPOINTS`` with the layer that predicts further tokens in a module of its own, as
+    Qwen3-Next is published: transformers' model, which does not read it, and the checkpoint, whose tensors are named as
+    those of one expert each (on disk Qwen3.5's are stacked)."""
+    model = save_checkpoint(name, directory, others)
+    made = _read_one_file(directory, {} if name == "qwen3-next" else {"mtp_num_hidden_layers": 1})
+    config = made.config
+    sizes = {key: value for key, value in config.items() if isinstance(value, int)}
+    size, head_dim, bias = sizes["hidden_size"], sizes["head_dim"], bool(config.get("attention_bias"))
+    heads, kv_size = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    layer, mtp = "mtp.layers.0.", {}
+    for norm in ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"):
+        mtp[f"{norm}.weight"] = 0.3 * torch.randn(size)
+    for norm, width in (("input_layernorm", size), ("post_attention_layernorm", size), ("self_attn.q_norm", head_dim)):
+        mtp[f"{layer}{norm}.weight"] = 0.3 * torch.randn(width)
+    mtp[f"{layer}self_attn.k_norm.weight"] = 0.3 * torch.randn(head_dim)
+    mtp |= _linear("mtp.fc", 2 * size, size, bias=False)
+    for part, width in (("q_proj", 2 * heads), ("k_proj", kv_size), ("v_proj", kv_size)):
+        mtp |= _linear(f"{layer}self_attn.{part}", size, width, bias)
+    mtp |= _linear(f"{layer}self_attn.o_proj", heads, size, bias)
+    mlps = {f"{layer}mlp.": sizes["intermediate_size"]} if "intermediate_size" in sizes else {}
+    num_experts = 0 if sizes.get("decoder_sparse_step", 1) > 1 else sizes.get("num_experts", 0)
+    if num_experts:
+        mlps = {f"{layer}mlp.experts.{index}.": sizes["moe_intermediate_size"] for index in range(num_experts)}
+        mlps[f"{layer}mlp.shared_expert."] = sizes["shared_expert_intermediate_size"]
+        mtp |= _linear(f"{layer}mlp.gate", size, num_experts, bias=False)
+        mtp |= _linear(f"{layer}mlp.shared_expert_gate", size, 1, bias=False)
+    for prefix, inner in mlps.items():
+        mtp |= _linear(f"{prefix}gate_proj", size, inner, bias=False)
+        mtp |= _linear(f"{prefix}up_proj", size, inner, bias=False)
+        mtp |= _linear(f"{prefix}down_proj", inner, size, bias=False)
+    stored, experts = dict(mtp), f"{layer}mlp.experts."
+    if num_experts and name != "qwen3-next":
+        stored = {key: tensor for key, tensor in mtp.items() if not key.startswith(experts)}
+        of_each = [
+            {part: mtp[f"{experts}{i}.{part}_proj.weight"] for part in ("gate", "up", "down")}
+            for i in range(num_experts)
+        ]
+        stored[f"{experts}gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in of_each])
+        stored[f"{experts}down_proj"] = torch.stack([each["down"] for each in of_each])
+    DraftCheckpoint(config, made.tensors | stored).save(directory)
+    return model.double(), DraftCheckpoint(config, made.tensors | mtp)
+
+
 def _sizes(rng: Random, size: int) -> dict[str, object]:
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 2), (3, 1)])
     return {

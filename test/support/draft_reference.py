@@ -140,6 +140,61 @@ class AppendedReference:
         return x @ self.target.lm_head.weight.double().T, x
 
 
+@dataclass
+class OwnReference(Reference):
+    """The same for the layer of Qwen3-Next and Qwen3.5 (``save_own_mtp``), which transformers does not read: gated
+    attention, of which a part of each head rotates, then an MLP or experts beside a shared one."""
+
+    tolerance: ClassVar[float] = 1e-3  # that of models with states
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms(x, 1 + self.tensors[f"{name}.weight"], self.eps)
+
+    def first(self, target: TargetStates) -> torch.Tensor:
+        """The hidden states of the first step."""
+        return target.normed
+
+    def attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        made, rope = self.made, self.made.config["rope_parameters"]
+        heads, kv_heads, size = (
+            made.size(f"{kind}") for kind in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        q, gate = self.heads(x, f"{prefix}q_proj", heads).split(size, -1)
+        k, v = self.heads(x, f"{prefix}k_proj", kv_heads), self.heads(x, f"{prefix}v_proj", kv_heads)
+        q, k = self.norm(q, f"{prefix}q_norm"), self.norm(k, f"{prefix}k_norm")
+        turned = int(size * rope["partial_rotary_factor"])  # type: ignore[index]
+        q, k = (torch.cat((rotate(t[..., :turned], rope["rope_theta"]), t[..., turned:]), -1) for t in (q, k))  # type: ignore[index]
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
+        scores.masked_fill_(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v) * gate.sigmoid()
+        return self.linear(out.flatten(1), f"{prefix}o_proj")
+
+    def mlp(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        gate, up = self.linear(x, f"{prefix}gate_proj"), self.linear(x, f"{prefix}up_proj")
+        return self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}down_proj")
+
+    def experts(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        scores = self.linear(x, f"{prefix}gate").softmax(-1)
+        best, chosen = scores.topk(self.made.size("num_experts_per_tok"), -1)
+        best /= best.sum(-1, keepdim=True)
+        out = self.mlp(x, f"{prefix}shared_expert.") * self.linear(x, f"{prefix}shared_expert_gate").sigmoid()
+        for expert in range(scores.shape[1]):
+            share = (best * (chosen == expert)).sum(-1, keepdim=True)
+            out += share * self.mlp(x, f"{prefix}experts.{expert}.")
+        return out
+
+    def step(self, ids: torch.Tensor, hidden: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and next hidden states of all rows."""
+        prefix = "mtp.layers.0."
+        both = self.norm(self.embedding[ids], "mtp.pre_fc_norm_embedding"), self.norm(hidden, "mtp.pre_fc_norm_hidden")
+        x = self.linear(torch.cat(both, -1), "mtp.fc")
+        x = x + self.attention(self.norm(x, f"{prefix}input_layernorm"), f"{prefix}self_attn.")
+        y, has_experts = self.norm(x, f"{prefix}post_attention_layernorm"), f"{prefix}mlp.gate.weight" in self.tensors
+        x = self.norm(x + (self.experts if has_experts else self.mlp)(y, f"{prefix}mlp."), "mtp.norm")
+        return x @ self.head.T, x
+
+
 @dataclass(frozen=True)
 class TargetStates:
     """The results of transformers' model for one sequence, in float64."""

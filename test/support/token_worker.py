@@ -125,6 +125,7 @@ class TokenStates:
     def __init__(self, num_rows: int, num_snapshots: int) -> None:
         self.snapshots = AuditedPool("state snapshots", num_rows + num_snapshots, reserved=num_rows)
         self.carried: list[list[int]] = [[_REJECTED] for _ in range(self.snapshots.size)]
+        self.absorbed = [0] * num_rows  # by row, as the device knows: how many tokens its state has absorbed
 
 
 class TokenHostStates:
@@ -264,18 +265,23 @@ class TokenWorker:
         assert self.states is not None
         self.states.carried[slot] = self.states.carried[source]
 
-    def _absorb(self, row: int, start: int, length: int) -> list[int]:
+    def _absorb(self, row: int, start: int, length: int, verifies: bool = False) -> list[int]:
         """The history of ``row`` after a step that brings it from ``start`` to ``length`` tokens: its pages', and with
-        a recurrent layer the tokens that its state has absorbed before those of the block that was open."""
-        history = self._history(row, length)
-        if self.states is not None:
-            grid = self.states.grid
-            absorbed = start // grid * grid
+        a recurrent layer the tokens that its state has absorbed before those of the block that was open. A step that
+        ``verifies`` drafts absorbs the tokens before it alone."""
+        history, states = self._history(row, length), self.states
+        if states is not None:
+            absorbed = states.absorbed[row] if verifies else start // states.grid * states.grid
             if absorbed:
-                history[:absorbed] = self.states.carried[row]
+                history[:absorbed] = states.carried[row]
                 assert len(history) == length, f"row {row}: its state is not that after {absorbed} tokens"
-            self.states.carried[row] = history[: length // grid * grid]
+            states.absorbed[row] = length // states.grid * states.grid
+            states.carried[row] = history[: states.absorbed[row]]
         return history
+
+    @property
+    def _verifies(self) -> bool:
+        return self.states is not None and self.max_step_tokens > 1
 
     def _extend(self, batch: StepBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
@@ -327,13 +333,13 @@ class TokenWorker:
         first = self._lens[row]
         assert first < most <= first + 2 * self.max_step_tokens, "the step before, this one, and no more"
         end = min(first + num_tokens, most)
-        history, accepted = self._history(row, first), []
+        history, accepted = self._absorb(row, first, first, True) if self._verifies else self._history(row, first), []
         token = int(self.req_pool.last_tokens[row])
         wanted = 1 + zlib.crc32(np.array([token, first], dtype=np.int64).tobytes()) % num_tokens
         for position in range(first, min(first + wanted, end)):
             self.slots[self._slot(row, position)] = token
             history.append(token)
-            if self.states is not None:
+            if self.states is not None and not self._verifies:
                 history = self._absorb(row, position, position + 1)
             token = next_token(history, sampling.seed)
             accepted.append(token)

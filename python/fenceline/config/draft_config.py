@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from fenceline.config import ConfigError
+from fenceline.config.families import OWN_MTP
 from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from fenceline.config.model_files import read_model_json, tokenizer_vocab
 
@@ -143,6 +144,11 @@ def read_draft_config(
     model = ModelConfig.from_dir(directory, {"architectures": [family]}, dtype=target.dtype)
     model = dataclasses.replace(model, context_length=target.context_length, vision=None)  # it has no tower
     _check_vocabulary(model, target, directory)
+    if model.recurrent_layers:
+        raise ConfigError(
+            f"{directory}: layers of {model.architecture} carry a state, which a draft cannot take back; use a draft"
+            " whose layers all attend"
+        )
     sees_images = target.vision is not None and model.hidden_size == target.hidden_size
     if algorithm is SpeculativeAlgorithm.STANDALONE:
         return DraftConfig(algorithm=algorithm, model=model, sees_images=sees_images)
@@ -216,9 +222,18 @@ def _read_nextn(directory: str | None, target: ModelConfig) -> DraftConfig:
             f"{model.model_path}: config.json names no layers that predict further tokens (num_nextn_predict_layers);"
             " use --speculative-algorithm EAGLE3 or STANDALONE with --speculative-draft-model-path"
         )
+    if model.mtp_prefix == OWN_MTP and model.num_mtp_layers > 1:
+        raise ConfigError(
+            f"{model.model_path}: config.json names {model.num_mtp_layers} layers that predict further tokens, one is"
+            f" supported for {model.architecture}; use --speculative-algorithm EAGLE3 or STANDALONE"
+        )
     first = model.num_layers if model.appended_mtp else 0
     model = dataclasses.replace(
-        model, num_layers=model.num_mtp_layers, first_layer=first, context_length=target.context_length
+        model,
+        num_layers=model.num_mtp_layers,
+        first_layer=first,
+        context_length=target.context_length,
+        recurrent_layers=frozenset(),
     )
     if model.indexer is not None:  # each of these layers has its own
         indexed = model.indexer.layers | set(model.layer_indices)

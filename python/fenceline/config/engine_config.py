@@ -152,6 +152,11 @@ class EngineConfig:
         return _kv_layout(self.server_args, self.model, self.speculative)
 
     @property
+    def most_undone(self) -> int:
+        """Tokens of a request that a decode step may compute and some of which then do not stay."""
+        return 0 if self.speculative is None else self.speculative.largest.num_nodes
+
+    @property
     def refuses_grammars(self) -> str | None:
         """Why this server cannot constrain answers to a grammar; None: it can."""
         args = self.server_args
@@ -347,6 +352,11 @@ def _speculative(args: ServerArgs, target: ModelConfig, prefill_tokens: int | No
             raise ConfigError(
                 f"--speculative-eagle-topk {topk}: layers that each run one step propose chains, leave it out"
             )
+        require(
+            not target.recurrent_layers,
+            f"--speculative-eagle-topk {topk}: layers of {target.architecture} carry a state from token to token, which"
+            " follows one chain of drafts; leave it out",
+        )
         _check_windows(target.windows + draft.model.windows, topk)
         num_draft_tokens = _tree_size(args, draft, num_steps, topk)
     simulated = args.speculative_simulate_acceptance
@@ -674,8 +684,6 @@ def _check_states(args: ServerArgs, model: ModelConfig, max_running_requests: in
         f"--max-mamba-cache-size {size}: each of {max_running_requests} running requests has a state; give at least"
         " as many, or lower --max-running-requests",
     )
-    for given, flag in ((args.speculative_algorithm is not None, "--speculative-algorithm"),):
-        require(not given, f"{flag}: not supported for the recurrent layers of {model.architecture}; leave it out")
 
 
 def _check_blocks(args: ServerArgs, model: ModelConfig, device: str) -> None:

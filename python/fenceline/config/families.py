@@ -18,6 +18,11 @@ from fenceline.config.vision import VisionConfig, gemma3, qwen2_5_vl, qwen3_vl
 _MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
 
 
+# What the names of multi-token prediction layers begin with that are stored behind the model's last layer, or in a
+# module of their own.
+APPENDED_MTP, OWN_MTP = "model.layers.", "mtp.layers."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """The mixture of experts of a model: ``num_experts`` MLPs of ``intermediate_size``. Each token goes through
@@ -754,8 +759,9 @@ class Family:
     ``rms_norm_eps``, ``rope_theta``, ``tied`` (embedding and head), ``attention_bias``, ``partial_rotary`` and
     ``activation`` are defaults too; if ``partial_rotary`` is None, whole heads always rotate.
     ``activation_key`` is the entry for the activation, None if there is none.
-    ``rope_interleaved``: the features of a pair are adjacent (the default of rope_interleave). ``appended_mtp``:
-    multi-token prediction layers are stored after the last layer. ``quantized``: the kinds of quantised checkpoints
+    ``rope_interleaved``: the features of a pair are adjacent (the default of rope_interleave). ``mtp_prefix``: what the
+    names of multi-token prediction layers have before their indices; ``num_mtp_layers``, or the entry that says it:
+    how many there are, if num_nextn_predict_layers does not say it. ``quantized``: the kinds of quantised checkpoints
     that are supported; ``mxfp4``: checkpoints in which only the experts are quantised, in this format, are supported.
     ``text_defaults``: config.json has the text model's entries in text_config, and these are the defaults of entries
     that may be missing there; None: the entries are at the top level. ``norm_offset`` is added to the weights of norms.
@@ -778,7 +784,8 @@ class Family:
     text_defaults: Mapping[str, object] | None = None
     partial_rotary: float | None = None
     rope_interleaved: bool = False
-    appended_mtp: bool = False
+    mtp_prefix: str = "model.mtp_layers."
+    num_mtp_layers: int | str = 0
     quantized: tuple[str, ...] = ("fp8", "int8", "int4")
     activation: str = "silu"
     activation_key: str | None = "hidden_act"
@@ -817,7 +824,7 @@ _ERNIE_4_5 = Family(
 _CORRECTED: Mapping[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _DEEPSEEK_V3 = Family(
     rope_interleaved=True,
-    appended_mtp=True,
+    mtp_prefix=APPENDED_MTP,
     computed={"moe_layer_freq": (1,), **_CORRECTED},
     experts=partial(_glm_experts, groups=(8, 4), scaling=2.5, num_dense=3),
     latent=_deepseek_latent,
@@ -850,6 +857,8 @@ _QWEN_3_5 = Family(
     partial_rotary=0.25,
     norm_offset=1.0,
     activation_key=None,
+    mtp_prefix=OWN_MTP,
+    num_mtp_layers="mtp_num_hidden_layers",
     computed={
         "hidden_act": ("silu",),
         "attn_output_gate": (True,),
@@ -902,7 +911,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Glm4MoeForCausalLM": Family(
             rms_norm_eps=1e-5,
             partial_rotary=0.5,
-            appended_mtp=True,
+            mtp_prefix=APPENDED_MTP,
             switches=("use_qk_norm",),
             computed=_CORRECTED,
             experts=_glm_experts,
@@ -1051,6 +1060,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3MoeForCausalLM": Family(windows=_qwen3_moe_windows, experts=_qwen_experts),
         "Qwen3NextForCausalLM": replace(
             _QWEN_3_5,
+            num_mtp_layers=1,  # its config.json does not say it
             computed={"hidden_act": ("silu",)},
             experts=partial(_qwen_experts, shared_size=512, renormalise=True),
         ),

@@ -12,6 +12,7 @@ from pathlib import Path
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import MOST, ConfigReader, Entries, check_unread
 from fenceline.config.families import (
+    APPENDED_MTP,
     FAMILIES,
     BlocksConfig,
     ExpertsConfig,
@@ -62,7 +63,7 @@ class ModelConfig:
     ``eos_token_ids`` is the sorted union of the ids in config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are those of config.json; the family's function in models/families.py says which
     projections they are for. ``num_mtp_layers`` is the number of multi-token prediction layers (--speculative-algorithm
-    NEXTN), which checkpoints have behind the model's own layers if ``appended_mtp``. ``first_layer`` is the index of
+    NEXTN), ``mtp_prefix`` what checkpoints call them; ``appended_mtp``: behind the model's. ``first_layer`` is that of
     the first layer, which is not 0 for a draft of such layers. ``rope_interleaved`` and ``partial_rotary_factor``: see
     ``RotaryEmbedding``. ``unrotated_layers`` have no position embedding. ``quantization`` is the number format of the
     linear layers; None: ``dtype``. ``experts`` is None for dense models. ``latent`` is None for models whose layers
@@ -97,7 +98,7 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str
     num_mtp_layers: int = 0
-    appended_mtp: bool = False
+    mtp_prefix: str = ""
     first_layer: int = 0
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
@@ -129,6 +130,11 @@ class ModelConfig:
     def layer_indices(self) -> range:
         """The index of each layer."""
         return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def appended_mtp(self) -> bool:
+        """Whether the names and indices of multi-token prediction layers follow those of the model's layers."""
+        return self.mtp_prefix == APPENDED_MTP
 
     @property
     def num_attention_layers(self) -> int:
@@ -260,7 +266,9 @@ class ModelConfig:
         limit = max_position if by_layer_type else scaled_context_length(max_position, rope_scaling)
         length = _context_length(context_length, limit)
         attention_cap, logits_cap = family.soft_caps
-        num_nextn_layers = reader.count("num_nextn_predict_layers", most=_MOST_LAYERS)
+        usual = family.num_mtp_layers
+        usual = reader.count(usual, _MOST_LAYERS) if isinstance(usual, str) else usual
+        num_nextn_layers = reader.count("num_nextn_predict_layers", _MOST_LAYERS, usual)
         num_layers = reader.size("num_hidden_layers", most=_MOST_LAYERS)
         head_dim = sizes.head_dim if sizes else _head_dim(reader, family.head_dim, num_heads)
         rotary_dim = sizes.qk_rope_head_dim if sizes else head_dim
@@ -301,7 +309,7 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
             num_mtp_layers=num_nextn_layers,
-            appended_mtp=family.appended_mtp,
+            mtp_prefix=family.mtp_prefix,
             partial_rotary_factor=partial_rotary,
             rope_interleaved=reader.switch("rope_interleave", family.rope_interleaved),
             unrotated_layers=family.unrotated(reader, num_layers),

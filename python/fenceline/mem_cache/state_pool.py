@@ -30,9 +30,15 @@ class StatePool:
     """
 
     def __init__(
-        self, num_rows: int, num_snapshots: int, specs: Sequence[StateSpec], device: torch.device, grid: int = GRID
+        self,
+        num_rows: int,
+        num_snapshots: int,
+        specs: Sequence[StateSpec],
+        device: torch.device,
+        grid: int = GRID,
+        most_undone: int = 0,
     ) -> None:
-        """``grid``: tokens between two states that a slot may carry."""
+        """``grid``: tokens between two states that a slot may carry. ``most_undone``: see ``TokenRow.length``."""
         num_slots = num_rows + num_snapshots
         self.grid = grid
         self.num_rows = num_rows
@@ -40,13 +46,14 @@ class StatePool:
         self.description = f"states each {grid}: {[spec.carried for spec in specs]}"
         self.snapshots = LeasePool("state snapshots", num_slots, reserved=num_rows)
         self.carried = zeros((num_slots, carried_nbytes(specs)), torch.uint8, device)
-        self.kept = zeros((num_rows, _kept_nbytes(specs)), torch.uint8, device)
+        self.kept = zeros((num_rows, _kept_nbytes(specs, most_undone)), torch.uint8, device)
         self.layers: list[dict[str, torch.Tensor]] = []
         carried, kept = _Views(self.carried), _Views(self.kept)
         for spec in specs:
             tensors = {row.name: carried.next(row.shape, row.dtype) for row in spec.carried}
             for rows in spec.kept:
-                tensors[rows.row.name] = kept.next((rows.length(0), *rows.row.shape), rows.row.dtype)
+                shape = rows.length(most_undone), *rows.row.shape
+                tensors[rows.row.name] = kept.next(shape, rows.row.dtype)
             self.layers.append(tensors)
 
     @property
@@ -87,8 +94,8 @@ def carried_nbytes(specs: Sequence[StateSpec]) -> int:
     return sum(_aligned(row.nbytes) for spec in specs for row in spec.carried)
 
 
-def _kept_nbytes(specs: Sequence[StateSpec]) -> int:
-    return sum(_aligned(rows.length(0) * rows.row.nbytes) for spec in specs for rows in spec.kept)
+def _kept_nbytes(specs: Sequence[StateSpec], most_undone: int) -> int:
+    return sum(_aligned(rows.length(most_undone) * rows.row.nbytes) for spec in specs for rows in spec.kept)
 
 
 def most_running(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
@@ -97,7 +104,7 @@ def most_running(config: EngineConfig, device: Device, specs: Sequence[StateSpec
     args, carried = config.server_args, carried_nbytes(specs)
     if args.max_running_requests is not None:
         return config.max_running_requests
-    row_bytes = carried + _kept_nbytes(specs)
+    row_bytes = carried + _kept_nbytes(specs, config.most_undone)
     with_snapshot = row_bytes + (0 if args.disable_radix_cache else carried)
     fit = (_share(config, device) - row_bytes) // with_snapshot  # without the sink
     return min(config.max_running_requests, max(fit, 1))
@@ -116,7 +123,7 @@ def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpe
     are wanted."""
     args, most = config.server_args, config.max_running_requests
     carried, ratio = carried_nbytes(specs), args.mamba_full_memory_ratio
-    row_bytes = carried + _kept_nbytes(specs)
+    row_bytes = carried + _kept_nbytes(specs, config.most_undone)
     budget = _share(config, device) - row_bytes  # without the sink
     if budget < most * row_bytes:
         raise ValueError(

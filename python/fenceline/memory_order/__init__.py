@@ -11,6 +11,7 @@ from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphStat
 from fenceline.memory_order.guards import (
     Best,
     Selecting,
+    absorbs_drafts,
     comparison,
     encoded_first,
     ends_at_state,
@@ -67,6 +68,7 @@ __all__ = [
     "Role",
     "Selecting",
     "Stream",
+    "absorbs_drafts",
     "comparison",
     "encoded_first",
     "ends_at_state",

@@ -403,6 +403,9 @@ COMMITTED_STATE = _guard(
     "committed_state",
     "the last state of a request that leaves: not kept where a step in flight may bring it beyond published tokens",
 )
+ACCEPTED_STATE = _guard(
+    "accepted_state", "states beside drafts: a step that verifies tokens absorbs none of them, for some may be rejected"
+)
 LOADED_STATE = _guard(
     "loaded_state", "a prefix of a model with recurrent layers that is loaded: its state comes with its pages"
 )

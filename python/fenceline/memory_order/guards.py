@@ -19,6 +19,7 @@ import torch
 from fenceline.config.kv_layout import INDEX, KVLayout
 from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import (
+    ACCEPTED_STATE,
     ALL_SHARES,
     ARENA_PAD,
     ENCODED_FIRST,
@@ -300,6 +301,12 @@ def states_to_copy(device: Device, copies: Sequence[tuple[int, int]], num_rows: 
     """Guard ``row_state``: which ``copies`` (source, slot) of states are made: all. Severed, none to the slots of rows,
     the first ``num_rows``, so that a request goes on from what its row's last owner has left."""
     return copies if device.keeps(ROW_STATE) else [copy for copy in copies if copy[1] >= num_rows]
+
+
+def absorbs_drafts(device: Device) -> bool:
+    """Guard ``accepted_state``: whether the layers of a step that verifies drafts absorb its tokens where they fill a
+    block: no. Severed, they do."""
+    return not device.keeps(ACCEPTED_STATE)
 
 
 def with_snapshots(device: Device, layers: Callable[[], T], copy: Callable[[], None]) -> T:

@@ -54,6 +54,8 @@ class SpeculativeState:
     * One with n layers for as many steps: ``drafts`` [num_rows, n] int64 are all its proposals, and ``hidden``
       [num_rows, n - 1, hidden_size] at k is the hidden state of layer k at row ``lens - 2 - k``, the last row that is
       computed from known tokens. Layer k + 1 goes on from there.
+    * ``absorbed`` [num_rows] int64, of a target with recurrent layers: after how many tokens the row's slot carries
+      their state. It stays behind: a step absorbs no token that it verifies.
     * A whole model: ``previous`` [num_rows] int64 is the token before the last one, and ``is_behind`` [num_rows] bool
       says whether the draft has not computed that token yet.
 
@@ -63,11 +65,12 @@ class SpeculativeState:
     def __init__(self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype) -> None:
         where, num_hidden = device.torch_device, max(num_layers - 1, 1)
         self.lens = torch.full((num_rows,), SINK_LEN, dtype=torch.int64, device=where)
+        self.absorbed = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.drafts = torch.zeros(num_rows, num_layers, dtype=torch.int64, device=where)
         self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
         self.hidden = torch.zeros(num_rows, num_hidden, hidden_size, dtype=dtype, device=where)
-        for name in ("lens", "drafts", "previous", "is_behind", "hidden"):
+        for name in ("lens", "absorbed", "drafts", "previous", "is_behind", "hidden"):
             device.name_rows(getattr(self, name), f"draft_state.{name}")
 
 
@@ -435,7 +438,7 @@ class WholeDraft(HiddenDraft):
         super().__init__(parts)
         self.previous, self.is_behind = parts.state.previous, parts.state.is_behind
         self._topk = topk
-        layers = range(parts.model.num_layers, parts.kv_pool.num_layers)
+        layers = range(parts.model.config.num_attention_layers, parts.kv_pool.num_layers)
         self._move = parts.mover(layers) if topk > 1 else None
 
     def plan_extend(self, plan: Plan, depth: int) -> Sequence[AttentionPlan]:

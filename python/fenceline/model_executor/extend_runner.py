@@ -151,6 +151,8 @@ class ExtendRunner:
             slots=views["rows"],
             grid=pool.grid,
         )
+        if self._speculative is not None:
+            self._speculative.state.absorbed[views["rows"]] = rows.absorbed_after()
         return StateStep(rows, pool.layers)
 
     def _visit_pages(self, views: Views, when: When, layer: int | None = None) -> None:

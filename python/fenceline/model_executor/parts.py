@@ -147,7 +147,7 @@ def _make_states(config: EngineConfig, device: Device, model: CausalLM, num_rows
     number = num_snapshots(config, device, specs)
     with device.forward.active():
         number = model.context.shard.smallest(number)
-    pool = StatePool(num_rows, number, specs, device.torch_device, config.state_grid)
+    pool = StatePool(num_rows, number, specs, device.torch_device, config.state_grid, config.most_undone)
     device.name_rows(pool.carried, "states")
     device.name_rows(pool.kept, "open_blocks")
     return pool
@@ -178,7 +178,7 @@ def _prepare_attention(
     config: EngineConfig, device: Device, model: CausalLM, draft: DraftModel | None, kv_pool: KVPool
 ) -> tuple[AttentionBackends, AttentionBackends]:
     """``Parts.attention`` and ``Parts.draft_attention``."""
-    shard, num_layers = model.context.shard, kv_pool.num_layers
+    shard, num_layers, num_of_target = model.context.shard, kv_pool.num_layers, model.config.num_attention_layers
     rules = model.attention_rules | ({} if draft is None else draft.attention_rules)
 
     def agreed(name: str) -> str:  # what rank 0 has measured
@@ -200,8 +200,8 @@ def _prepare_attention(
     if draft is None or (wanted is None and kinds[0] == kinds[-1] and draft.num_heads == num_heads):
         shared = make(num_heads, range(num_layers), prefill, decode)
         return shared, shared
-    target = make(num_heads, range(model.num_layers), prefill, decode)
-    layers = range(model.num_layers, num_layers)
+    target = make(num_heads, range(num_of_target), prefill, decode)
+    layers = range(num_of_target, num_layers)
     prefill, decode = wanted or target.prefill_name, wanted or target.decode_name
     return target, make(draft.num_heads, layers, prefill, decode)
 

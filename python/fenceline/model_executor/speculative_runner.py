@@ -35,6 +35,7 @@ from fenceline.config.draft_config import StepShape
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, AuxHiddenStates, QueryTree, VerifyInputs
 from fenceline.layers.kernels.speculative_operands import SINK_LEN, BeginOutputs
+from fenceline.layers.recurrent_state import StateRows, StateStep
 from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order import (
     Arena,
@@ -43,6 +44,7 @@ from fenceline.memory_order import (
     Graph,
     GraphPool,
     Role,
+    absorbs_drafts,
     comparison,
     hidden_copy,
     step_table,
@@ -89,6 +91,8 @@ class SpeculativeRunner(GraphRunner):
         self._rank_sampler = parts.rank_sampler
         self._req_pool = parts.req_pool
         self._page_tags = parts.page_tags
+        self._states = parts.states
+        self._absorbs_drafts = absorbs_drafts(device)
         self._shapes, largest, topk = config.shapes, parts.largest, config.topk
         self._aux_layers = config.draft.aux_layers
         num_heads = model.context.shard.divide(model.config.num_heads, "attention heads")
@@ -107,6 +111,8 @@ class SpeculativeRunner(GraphRunner):
         num_kept = self._req_pool.num_rows, draft.max_steps or 1
         self.state = SpeculativeState(device, *num_kept, draft.hidden_size, dtype)
         self.arena = Arena(device, "speculative", max_batch, _fields(largest, topk))
+        counts = torch.arange(max_batch + 1, dtype=torch.int32, device=device.torch_device)
+        self._query_starts = {depth: counts * shape.num_nodes for depth, shape in self._shapes.items()}
         draft_lens = self.arena.derived("draft_lens", "lens")
         self._path_lens = self.arena["path_lens"] if topk > 1 else None
         # The target's hidden states of the rows that it verifies: of its last layer, and of ``aux_layers``.
@@ -131,7 +137,7 @@ class SpeculativeRunner(GraphRunner):
         pool, state = self._parts.kv_pool, self.state
         tensors = (
             self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), state.lens,
-            state.hidden, self._req_pool.position_deltas,
+            state.hidden, self._req_pool.position_deltas, None if self._states is None else self._states.carried,
         )  # fmt: skip
         return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
@@ -363,11 +369,30 @@ class SpeculativeRunner(GraphRunner):
         names = ("input_ids", "positions", "out_slots")
         ids, positions, slots = (self._parts.rows(name, size, num_nodes) for name in names)
         batch = self._parts.batch(ids, positions, slots, plans.verify, aux=aux)
+        if self._states is not None:
+            batch = replace(batch, states=self._state_step(plans))
         if logits_out is not None:
             batch = replace(batch, logits_out=logits_out[:num_rows])
         x = self._model.hidden_states(batch)
         hidden_copy(self._device, self._hidden[:num_rows], x)
         return self._model.own_logits(x, batch)
+
+    def _state_step(self, plans: StepPlans) -> StateStep:
+        """The states that the target reads. Its layers absorb full blocks of the steps before alone."""
+        pool, size, num_nodes, absorbed = self._states, plans.size, plans.shape.num_nodes, self.state.absorbed
+        assert pool is not None, "the model has recurrent layers"
+        slots, starts = self.arena["plan_rows"][:size], self.arena["lens"][:size] - 1
+        rows = StateRows(
+            starts=starts,
+            absorbed=absorbed.index_select(0, slots),
+            query_starts=self._query_starts[plans.shape.depth][: size + 1],
+            query_lens_cpu=np.full(size, num_nodes, np.int64),
+            slots=slots,
+            grid=pool.grid,
+            kept=self._absorbs_drafts,
+        )
+        absorbed.index_copy_(0, slots, starts // pool.grid * pool.grid)
+        return StateStep(rows, pool.layers)
 
     def _accept(self, plans: StepPlans) -> None:
         """The second part of a step: accept and draft-extend."""

@@ -9,6 +9,7 @@ from itertools import count, pairwise
 
 import torch
 
+from fenceline.config.families import OWN_MTP
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import FUSED
 from fenceline.config.state_layout import StateSpec
@@ -175,8 +176,7 @@ class CausalLM:
         ``ValueError`` for missing, unexpected, repeated and mis-shaped weights."""
         tied = self.lm_head is self.embed_tokens
         first = len(self.layers) if self.config.appended_mtp else 0
-        indices = range(first, first + self.config.num_mtp_layers)
-        of_mtp = tuple(f"{mtp_prefix(self.config)}{index}." for index in indices)
+        of_mtp = mtp_modules(self.config, range(first, first + self.config.num_mtp_layers))
 
         kv_scales: list[str] = []
 
@@ -245,9 +245,11 @@ def make_layers(
     return layers
 
 
-def mtp_prefix(config: ModelConfig) -> str:
-    """What the names of multi-token prediction layers have before their indices."""
-    return LAYERS if config.appended_mtp else "model.mtp_layers."
+def mtp_modules(config: ModelConfig, indices: Iterable[int]) -> tuple[str, ...]:
+    """What the names of the tensors of the multi-token prediction layers ``indices`` begin with."""
+    if config.mtp_prefix == OWN_MTP:
+        return (OWN_MTP.removesuffix("layers."),)
+    return tuple(f"{config.mtp_prefix}{index}." for index in indices)
 
 
 def logits_rows(x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, read_token_map
+from fenceline.config.families import APPENDED_MTP, OWN_MTP
 from fenceline.config.quantization import ON_LINE_METHOD
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import BranchNorms, DecoderLayer, GatedMLP, LayerSite, SelfAttention
@@ -17,7 +18,7 @@ from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.embed_join import JoinNorms
 from fenceline.layers.linear import ReplicatedLinear
 from fenceline.layers.weight import WeightSlots, whole
-from fenceline.models.decoder import CausalLM, Weights, logits_rows, make_layers, mtp_prefix
+from fenceline.models.decoder import CausalLM, Weights, logits_rows, make_layers, mtp_modules
 from fenceline.models.draft import DraftModel, SharingDraft, StandaloneDraft
 from fenceline.models.families import MODELS, make_model
 
@@ -35,7 +36,9 @@ class EagleDraft(SharingDraft):
         model, size = config.model, config.model.hidden_size
         self.fc = ReplicatedLinear("fc", 2 * size, size, "fc.bias" in names, context)
         make_layer = MODELS[model.architecture].make_layer
-        self.layers = make_layers(make_layer, model, context, "layers.", self.rotary, target.num_layers)
+        self.layers = make_layers(
+            make_layer, model, context, "layers.", self.rotary, target.config.num_attention_layers
+        )
         self.layers[0].self_attn.input_norm = None
 
     def weights_loaded(self) -> None:
@@ -78,7 +81,7 @@ class Eagle3Draft(SharingDraft):
         aux_size = len(config.aux_layers) * target.config.hidden_size
         self.fc = ReplicatedLinear("fc", aux_size, size, "fc.bias" in names, context)
         bias, inside = model.attention_bias, context.inside("midlayer")
-        site = LayerSite(model, inside, self.rotary, target.num_layers, 0)
+        site = LayerSite(model, inside, self.rotary, target.config.num_attention_layers, 0)
         attention = SelfAttention(site, qkv_bias=bias, o_bias=bias, norms=BranchNorms(), input_size=2 * size)
         self.midlayer = DecoderLayer(attention, GatedMLP(site, model.mlp_bias))
         self.layers = [self.midlayer]
@@ -140,8 +143,13 @@ class _MTPNames:
     final_norm: str
 
 
-_OF_MIMO = _MTPNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-_OF_DEEPSEEK = _MTPNames("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_MTP_NAMES: Mapping[str, _MTPNames] = MappingProxyType(  # by what is before the layer's index
+    {
+        "model.mtp_layers.": _MTPNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        APPENDED_MTP: _MTPNames("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        OWN_MTP: _MTPNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),  # beside the layer
+    }
+)
 
 
 class MTPLayer:
@@ -149,10 +157,10 @@ class MTPLayer:
     layer of the target's family."""
 
     def __init__(self, config: DraftConfig, context: LayerContext, block: DecoderLayer, tensors: Set[str]) -> None:
-        """``tensors``: the names of those in the checkpoint. One that is quantised may leave the projection plain
-        without saying so, as DeepSeek-V3's does."""
+        """``context`` is that of what is around the ``block``. ``tensors``: the names of those in the checkpoint. One
+        that is quantised may leave the projection plain without saying so, as DeepSeek-V3's does."""
         size, eps = config.model.hidden_size, config.model.rms_norm_eps
-        self.names = names = _OF_DEEPSEEK if config.model.appended_mtp else _OF_MIMO
+        self.names = names = _MTP_NAMES[config.model.mtp_prefix]
         self.block = block
         self.token_norm = context.norm(size, eps)
         self.hidden_norm = context.norm(size, eps)
@@ -169,6 +177,7 @@ class MTPLayer:
         return self.final_norm.forward(self.block.forward(self.input_proj.forward(both), batch))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
+        """``prefix``: that of the names of what is around the block."""
         return {
             **self.block.weight_slots(),
             **self.token_norm.weight_slots(f"{prefix}{self.names.token_norm}"),
@@ -181,18 +190,20 @@ class MTPLayer:
 class MTPDraft(SharingDraft):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers in the target's checkpoint that
     predict further tokens. Layer k computes step k. If there is a single layer, it computes all steps, one after the
-    other. DeepSeek's families join the embedding and the hidden state in this order; MiMo (arXiv:2505.07608) joins them
-    in the other, and replaces the embedding at position 0 by zero."""
+    other. DeepSeek's and Qwen's families join the embedding and the hidden state in this order; MiMo (arXiv:2505.07608)
+    joins them in the other, and replaces the embedding at position 0 by zero. Qwen's (since Qwen3-Next, 2025) have what
+    is around the layer beside it in the checkpoint."""
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
-        model, make_layer = config.model, MODELS[config.model.architecture].make_layer
-        prefix = mtp_prefix(model)
-        self.layers = make_layers(make_layer, model, context, prefix, self.rotary, target.num_layers)
-        self._names = [f"{prefix}{index}" for index in model.layer_indices]
+        model, family = config.model, MODELS[config.model.architecture]
+        first = target.config.num_attention_layers
+        self.layers = make_layers(family.make_layer, model, context, model.mtp_prefix, self.rotary, first)
+        self._own_weights = family.own_weights
+        self._around = mtp_modules(model, model.layer_indices)
         self.mtp_layers = [
-            MTPLayer(config, context.inside(name), layer, names)
-            for name, layer in zip(self._names, self.layers, strict=True)
+            MTPLayer(config, context.inside(around.removesuffix(".")), layer, names)
+            for around, layer in zip(self._around, self.layers, strict=True)
         ]
         self.max_steps = None if model.num_layers == 1 else model.num_layers
 
@@ -205,7 +216,7 @@ class MTPDraft(SharingDraft):
         assert self.max_steps is None or step < self.max_steps, f"step {step} of {self.max_steps} layers"
         layer = self.mtp_layers[0 if self.max_steps is None else step]
         positions, batch = batch.positions, self.rotary.placed(batch)
-        if self.config.model.appended_mtp:
+        if self.config.model.mtp_prefix in (APPENDED_MTP, OWN_MTP):
             norms = JoinNorms(layer.token_norm.weight, layer.hidden_norm.weight, layer.token_norm.eps)
             both = self.joined(batch, hidden_states, norms)
         else:
@@ -217,13 +228,16 @@ class MTPDraft(SharingDraft):
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots()
-        for name, layer in zip(self._names, self.mtp_layers, strict=True):
-            slots |= layer.weight_slots(f"{name}.")
+        for around, layer in zip(self._around, self.mtp_layers, strict=True):
+            slots |= layer.weight_slots(around)
         return slots
+
+    def load_weights(self, weights: Weights) -> None:
+        super().load_weights(weights if self._own_weights is None else self._own_weights(weights))
 
 
 def _standalone(config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> DraftModel:
-    return StandaloneDraft(make_model(config.model, context, first_layer=target.num_layers))
+    return StandaloneDraft(make_model(config.model, context, first_layer=target.config.num_attention_layers))
 
 
 _DRAFTS: Mapping[SpeculativeAlgorithm, Callable[[DraftConfig, LayerContext, CausalLM, Set[str]], DraftModel]] = (
@@ -241,4 +255,4 @@ _DRAFTS: Mapping[SpeculativeAlgorithm, Callable[[DraftConfig, LayerContext, Caus
 def make_draft_model(config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> DraftModel:
     """The draft of ``config.algorithm`` for ``target``, with uninitialised parameters on the default device. ``names``:
     the names of the tensors in its checkpoint."""
-    return _DRAFTS[config.algorithm](config, context, target, names)
+    return _DRAFTS[config.algorithm](config, replace(context, norm_offset=config.model.norm_offset), target, names)

@@ -102,7 +102,7 @@ def _qwen3_5(site: LayerSite) -> DecoderLayer:
 
 def _qwen3_5_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the text model under names as in Qwen3-Next, and those of each expert apart."""
-    for name, tensor in _without_mtp(_qwen_vision_weights(weights)):
+    for name, tensor in _qwen_vision_weights(weights):
         if name.startswith("visual."):
             continue
         prefix, _, stacked = name.rpartition(".experts.")
@@ -130,7 +130,7 @@ def _renamed(architecture: str) -> Callable[[Weights], Weights]:
 
 
 def _without_mtp(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Without the layers that predict further tokens, as Qwen has named them since Qwen3-Next."""
+    """Without layers that predict further tokens and whose family has none here."""
     return ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
 
 
@@ -380,7 +380,7 @@ MODELS: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2MoeForCausalLM": Architecture(_qwen2_moe),
         "Qwen3ForCausalLM": Architecture(_qwen3),
         "Qwen3MoeForCausalLM": Architecture(_qwen3),
-        "Qwen3NextForCausalLM": Architecture(_qwen3_next, _without_mtp),
+        "Qwen3NextForCausalLM": Architecture(_qwen3_next),
         "Qwen3_5ForCausalLM": Architecture(_qwen3_5, _qwen3_5_weights),
         "Qwen3_5ForConditionalGeneration": Architecture(_qwen3_5, _qwen3_5_weights),
         "Qwen3_5MoeForCausalLM": Architecture(_qwen3_5, _qwen3_5_weights),

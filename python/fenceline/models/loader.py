@@ -23,7 +23,7 @@ from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.quantized import COLUMN_ORDER
 from fenceline.layers.rotary import choice_by_length
 from fenceline.layers.weight import ADDED, WeightSlots
-from fenceline.models.decoder import CausalLM, mtp_prefix
+from fenceline.models.decoder import CausalLM, mtp_modules
 from fenceline.models.draft import DraftModel
 from fenceline.models.draft_families import make_draft_model
 from fenceline.models.families import make_model
@@ -143,8 +143,7 @@ class DraftNames:
         self._eagle = config.algorithm in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
         self._of_mtp: tuple[str, ...] = ()
         if config.algorithm is SpeculativeAlgorithm.NEXTN:
-            prefix = mtp_prefix(config.model)
-            self._of_mtp = tuple(f"{prefix}{index}." for index in config.model.layer_indices)
+            self._of_mtp = mtp_modules(config.model, config.model.layer_indices)
 
     def wanted(self, name: str) -> bool:
         """Whether the tensor belongs to the draft. The layers of NEXTN are in the same files as the target's. By their
@@ -167,8 +166,8 @@ class DraftNames:
             )
         if self._algorithm is SpeculativeAlgorithm.NEXTN and not present:
             raise ValueError(
-                f"{directory}: lacks the tensors {self._of_mtp[0]}*, which config.json announces"
-                " (num_nextn_predict_layers); download the model again, or one that has them"
+                f"{directory}: lacks the tensors {self._of_mtp[0]}*, the layers that predict further tokens; download"
+                " the model again, or one that has them"
             )
 
 

@@ -96,6 +96,7 @@ class Publisher:
             if not req.left:
                 if not is_exact:
                     self._stats.verified(req, count - 1, shape.depth)
+                    req.verified = req.committed_len, req.committed_len + count
                 self.publish_tokens(req, tokens[first:last], out, first, goes_on)
                 assert req.committed_len <= length - shape.num_spare and count <= shape.num_tokens, (
                     f"{req.rid} got more tokens than it may"

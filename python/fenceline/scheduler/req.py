@@ -156,6 +156,9 @@ class Req:
     snapshots: list[tuple[int, int]] = field(default_factory=list)
     snapshot_len: int = 0
     fork_len: int = 0
+    # Of its latest published step that has verified drafts: how many tokens' KV there was before, and after it with
+    # what it yielded behind the request's end.
+    verified: tuple[int, int] | None = None
     last_flight: Points = field(default_factory=Points.none)
     num_verified: int = 0  # decode steps of the request, if the engine speculates
     num_drafts: int = 0  # draft tokens that were verified in them

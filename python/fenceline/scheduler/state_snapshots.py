@@ -88,14 +88,14 @@ class StateSnapshots:
         return leased
 
     def take_last(self, req: Req, num_tokens: int) -> None:
-        """Copy the state of ``req``, which has left, at the last point of the grid in its first ``num_tokens``, unless
-        a step in flight may bring it beyond that. (Of a request that decodes, one step of one token may be in
-        flight.)"""
+        """Copy the state of ``req``, which has left, if its pages are shared up to there: up to its first
+        ``num_tokens``; unless a step in flight may bring it further. (Of a request that decodes, one step may be in
+        flight: of one token, or one that absorbs those accepted before it.)"""
         if not self.grid:
             return
-        end = max(req.allocated_len, req.committed_len + 1)
-        if self._same_state(end // self.grid, req.committed_len // self.grid):
-            taken = self.take(req, num_tokens)
+        first, last = req.verified or (req.committed_len, max(req.allocated_len, req.committed_len + 1))
+        if first // self.grid * self.grid <= num_tokens and self._same_state(last // self.grid, first // self.grid):
+            taken = self.take(req, first)
             if taken is not None:
                 req.last_flight = req.last_flight.join(self._copy_state(req.row, *taken))
 
@@ -106,7 +106,8 @@ class StateSnapshots:
         tokens = req.key_ids()
         while req.snapshots and req.snapshots[0][0] <= num_tokens:
             position, slot = req.snapshots.pop(0)
-            self._tree.give_state(tokens[:position], slot, req.last_flight, req.source.extra_key)
+            length = position + self._tree.lookahead
+            self._tree.give_state(tokens[:length], slot, req.last_flight, req.source.extra_key)
 
     def drop(self, req: Req) -> None:
         """Give back the snapshots of ``req``, which leaves: those of steps that have not been published."""

@@ -26,18 +26,19 @@ _SPECS = [
 _ROWS, _SNAPSHOTS = 4, 3
 
 
-def _pool(num_snapshots: int = _SNAPSHOTS) -> StatePool:
-    return StatePool(_ROWS, num_snapshots, _SPECS, torch.device("cpu"))
+def _pool(num_snapshots: int = _SNAPSHOTS, most_undone: int = 0) -> StatePool:
+    return StatePool(_ROWS, num_snapshots, _SPECS, torch.device("cpu"), most_undone=most_undone)
 
 
-def _shapes(spec: StateSpec) -> dict[str, tuple[int, ...]]:
+def _shapes(spec: StateSpec, most_undone: int) -> dict[str, tuple[int, ...]]:
     shapes = {row.name: (_ROWS + _SNAPSHOTS, *row.shape) for row in spec.carried}
-    return shapes | {rows.row.name: (_ROWS, rows.length(0), *rows.row.shape) for rows in spec.kept}
+    return shapes | {rows.row.name: (_ROWS, rows.length(most_undone), *rows.row.shape) for rows in spec.kept}
 
 
-def test_layers_have_the_tensors_that_they_declare() -> None:
-    for spec, tensors in zip(_SPECS, _pool().layers, strict=True):
-        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(spec)
+@pytest.mark.parametrize("most_undone", [0, 4])
+def test_layers_have_the_tensors_that_they_declare(most_undone: int) -> None:
+    for spec, tensors in zip(_SPECS, _pool(most_undone=most_undone).layers, strict=True):
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(spec, most_undone)
 
 
 def test_no_two_tensors_share_bytes() -> None:

@@ -24,9 +24,10 @@ from draft_checkpoints import (
     random_eagle,
     random_eagle3,
     save_appended_mtp,
+    save_own_mtp,
     save_target,
 )
-from draft_reference import AppendedReference, Reference, target_states
+from draft_reference import AppendedReference, OwnReference, Reference, target_states
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from paged_draft import PagedDraft, Rows
 from quantized_checkpoints import FP8_FORMATS, write_published
@@ -34,6 +35,7 @@ from ranks import Ranks
 from safetensors.torch import load_file, save_file
 
 from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
+from fenceline.config.state_layout import GRID
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import AuxHiddenStates, ForwardMode, PieceBuffers
 from fenceline.layers.weight import DenseWeight
@@ -47,6 +49,7 @@ NUM_SEEDS = 10
 TARGETS = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3-tied-biased")
 # Targets with a layer behind their last one that predicts a further token.
 APPENDED = ("glm4-moe", "deepseek-v3", "glm4.7-flash-mixed", "deepseek-v3.2", "glm-5", "glm-5-shared")
+OWN = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # with one in a module of its own; layers that carry a state
 
 
 @dataclass
@@ -66,6 +69,11 @@ def make_case(tmp_path: Path, algorithm: SpeculativeAlgorithm, seed: int, page_s
     rng = Random(zlib.crc32(f"{algorithm} {seed}".encode()))
     torch.manual_seed(seed)
     target_dir, draft_dir = tmp_path / "target", tmp_path / "draft"
+    if algorithm is NEXTN and seed >= NUM_SEEDS + len(APPENDED):
+        target, made = save_own_mtp(OWN[seed - NUM_SEEDS - len(APPENDED)], target_dir)
+        tables = target.model.embed_tokens.weight, target.lm_head.weight
+        reference = OwnReference(made, *(table.detach().double() for table in tables))
+        return Case(PagedDraft(target_dir, page_size, NEXTN, None), target, reference)
     if algorithm is NEXTN and seed >= NUM_SEEDS:
         target, block, made = save_appended_mtp(APPENDED[seed - NUM_SEEDS], target_dir)
         return Case(PagedDraft(target_dir, page_size, NEXTN, None), target, AppendedReference(target, block, made))
@@ -97,7 +105,7 @@ def tokens(num: int, seed: int) -> torch.Tensor:
 
 
 CASES = [(algorithm, seed) for algorithm in (EAGLE, EAGLE3, NEXTN) for seed in range(NUM_SEEDS)]
-CASES += [(NEXTN, NUM_SEEDS + index) for index in range(len(APPENDED))]
+CASES += [(NEXTN, NUM_SEEDS + index) for index in range(len(APPENDED + OWN))]
 
 
 @pytest.mark.parametrize(("algorithm", "seed"), CASES, ids=lambda value: getattr(value, "value", value))
@@ -110,7 +118,7 @@ def test_chains_equal_the_reference(tmp_path: Path, algorithm: SpeculativeAlgori
     assert draft is not None
     layers = draft.max_steps or 1  # run for every row, the rest of a chain for the row before
     steps = draft.max_steps or 4
-    shared = 32
+    shared = GRID if ours.states else 32
     texts = [tokens(90, 1), torch.cat((tokens(90, 1)[: shared + 1], tokens(50, 2))), tokens(70, 3)]
     rows = [4, 1, 6]
 
@@ -165,12 +173,12 @@ def test_chains_equal_the_reference(tmp_path: Path, algorithm: SpeculativeAlgori
     # Row i of layer k was computed from token i + 1 + k, so the last rows of a common prefix cannot be shared.
     hit_pages = (shared + 1 - layers) // page_size
     ours.share_prefix(rows[0], rows[1], hit_pages)
-    last |= extend([(1, hit_pages * page_size, 45)])
+    last |= extend([(1, hit_pages * page_size, shared + 13)])
     last |= extend([(2, 40, 50)])
     if layers == 1:
         chain({0: 70, 2: 50}, last, seed=10)
         last = extend([(0, 70, 72), (2, 50, 51)]) | {1: last[1]}
-        chain({0: 72, 1: 45, 2: 51}, last, seed=20)
+        chain({0: 72, 1: shared + 13, 2: 51}, last, seed=20)
         extend([(0, 72, 76), (2, 51, 52)])
     else:
         extend([(0, 70, 72), (2, 50, 51)])

@@ -85,8 +85,9 @@ def test_a_prompt_of_more_chunks_than_snapshots_keeps_its_last_states() -> None:
     assert _cached(driver, request("c", _prompt(1, 50), max_new_tokens=1)) == 48
 
 
-def test_a_conversation_goes_on_from_the_end_of_the_answer() -> None:
-    driver = make_driver(num_snapshots=8)
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_conversation_goes_on_from_the_end_of_the_answer(most: int) -> None:
+    driver = make_driver(num_snapshots=8, max_step_tokens=most)
     first = request("a", _prompt(1, 10), max_new_tokens=20, ignore_eos=True)
     assert _cached(driver, first) == 0
     answer = driver.answers["a"].output_ids
@@ -141,10 +142,11 @@ def test_a_retracted_request_answers_the_same() -> None:
     assert driver.scheduler.stats.num_retractions > 0
 
 
+@pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("after", range(1, 9))
-def test_an_aborted_request_leaves_no_wrong_state(after: int) -> None:
+def test_an_aborted_request_leaves_no_wrong_state(after: int, most: int) -> None:
     """Whatever step was in flight: of a chunk, or one that came to a multiple of 8 tokens."""
-    driver = make_driver(num_snapshots=8, chunked_prefill_size=12)
+    driver = make_driver(num_snapshots=8, chunked_prefill_size=12, max_step_tokens=most)
     driver.send(request("a", _prompt(1, 30), max_new_tokens=30, ignore_eos=True))
     for _ in range(after):
         driver.step()
@@ -172,9 +174,11 @@ def test_pauses_and_flushes_keep_the_books(mode: str) -> None:
     assert _cached(driver, request("last", _prompt(1, 20), max_new_tokens=1)) == 0
 
 
+@pytest.mark.parametrize("most", [1, 5])
 @pytest.mark.parametrize("seed", range(20))
-def test_any_requests_with_common_prefixes(seed: int) -> None:
-    """Whatever is cut, cached, evicted, aborted and retracted: the right tokens, and clean books at the end."""
+def test_any_requests_with_common_prefixes(seed: int, most: int) -> None:
+    """Whatever is cut, cached, evicted, aborted and retracted: the right tokens, and clean books at the end. Steps
+    yield up to ``most`` tokens; if that is several, they absorb those of the steps before."""
     random = Random(seed)
     page_size = random.choice((1, 2, 4, 8))
     driver = make_driver(
@@ -182,6 +186,7 @@ def test_any_requests_with_common_prefixes(seed: int) -> None:
         page_size=page_size,
         num_rows=random.randint(1, 5),
         num_snapshots=random.choice((1, 2, 4, 16)),
+        max_step_tokens=most,
         chunked_prefill_size=random.choice((8, 16, 64, -1)),
         schedule_conservativeness=random.choice((0.01, 1.0)),
         disable_overlap_schedule=random.random() < 0.2,
@@ -211,17 +216,19 @@ def test_any_requests_with_common_prefixes(seed: int) -> None:
     driver.scheduler.memory.tree.check()
 
 
-def test_a_state_that_is_there_already_is_given_back() -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_state_that_is_there_already_is_given_back(ahead: int) -> None:
+    """``ahead``: the tree's pages depend on so many tokens behind them, a state does not."""
     pages, states = LeasePool("pages", 16), LeasePool("states", 4)
-    tree = RadixCache(pages, 4, states=states)
+    tree = RadixCache(pages, 4, lookahead=ahead, states=states)
     leased = pages.alloc(4)
     assert leased is not None
-    tokens = list(range(16))
-    tree.insert(tokens[:8], leased[0][:2])
+    tokens = list(range(16 + ahead))
+    tree.insert(tokens[: 8 + ahead], leased[0][:2])
     (first, _), (second, _), num_created = tree.lease_state(), tree.lease_state(), tree.num_created  # type: ignore[misc]
-    tree.give_state(tokens[:8], first)
+    tree.give_state(tokens[: 8 + ahead], first)
     assert tree.num_created > num_created  # a match that waits is looked up again
-    tree.give_state(tokens[:8], second)
+    tree.give_state(tokens[: 8 + ahead], second)
     tree.insert(tokens, leased[0])
     assert tree.match_prefix(tokens).state == first and states.num_leased == tree.num_states == 1
     tree.check()

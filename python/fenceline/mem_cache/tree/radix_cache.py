@@ -366,12 +366,14 @@ class RadixCache:
         return None if leased is None else (int(leased[0][0]), leased[1])
 
     def give_state(self, token_ids: IntArray, slot: int, after: Points = Points.none(), extra_key: str = "") -> None:
-        """Hand over the snapshot ``slot`` of the state after ``token_ids`` [n], whole pages, which has been written
-        after ``after``. It is retired if the tree does not have all of their pages, or has such a state."""
+        """Hand over the snapshot ``slot`` of the state after the first n of ``token_ids`` [n + lookahead], whole pages,
+        which has been written after ``after``. It is retired if the tree does not have all of their pages, or has such
+        a state."""
         tokens = as_tokens(token_ids)
         path = self._walk(tokens, extra_key)
         node = path[-1]
-        if node.state or sum(each.num_pages for each in path) * self.page_size != tokens.size:
+        num_tokens = sum(each.num_pages for each in path) * self.page_size
+        if node.state or num_tokens + self.lookahead != tokens.size:
             self.retire_state(slot, after)
             return
         self.set_state(node, slot, after)
