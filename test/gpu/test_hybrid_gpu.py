@@ -4,11 +4,14 @@ are cut, batched, cached, retracted and replayed."""
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
+from draft_checkpoints import random_eagle3, save_own_mtp
 from model_parity import save_checkpoint
 from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
+from speculative_driver import guess
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
@@ -68,3 +71,36 @@ def test_company_and_cuts_change_no_bit(checkpoint: Path, flags: dict[str, objec
     driver = make_model_driver(**same | flags)
     for name in ("first", "again"):
         assert _told(driver, [_reqs(name)]) == alone
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "share", "flags"),
+    [
+        ("NEXTN", None, {"chunked_prefill_size": 48}),
+        ("EAGLE3", None, {"disable_overlap_schedule": True}),
+        ("STANDALONE", None, {"max_total_tokens": 560, "schedule_conservativeness": 0.01}),
+        ("NEXTN", 0.0, {"speculative_num_steps": 7, "disable_cuda_graph": True}),
+        ("NEXTN", 0.3, {"disable_cuda_graph": True}),
+    ],
+)
+def test_drafts_change_no_bit(tmp_path: Path, algorithm: str, share: float | None, flags: dict[str, object]) -> None:
+    """``share`` of the drafts are wrong, and all others right; None: they are random models'."""
+    save_own_mtp("qwen3-next", tmp_path / "target")
+    same: dict[str, object] = {"device": "cuda", "dtype": "bfloat16", "model_path": str(tmp_path / "target")}
+    same["enable_deterministic_inference"] = True
+    alone = _told(make_model_driver(**same, disable_radix_cache=True), [[req] for req in _reqs("alone")])
+    drafts: dict[str, object] = {"speculative_algorithm": algorithm, "speculative_num_steps": 3}
+    if algorithm == "EAGLE3":
+        random_eagle3(Random(7)).save(tmp_path / "draft")
+    elif algorithm == "STANDALONE":
+        save_checkpoint("qwen3", tmp_path / "draft")
+    if algorithm != "NEXTN":
+        drafts["speculative_draft_model_path"] = str(tmp_path / "draft")
+    driver = make_model_driver(**same | drafts | flags)
+    names = ("first", "again")
+    if share is not None:
+        known = {f"{name}{size}": told for name in names for size, told in zip(_LENGTHS, alone[0], strict=True)}
+        counts = guess(driver, known, share)
+    for name in names:
+        assert _told(driver, [_reqs(name)]) == alone
+    assert share is None or max(counts) == driver.config.speculative.largest.num_tokens

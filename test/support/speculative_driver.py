@@ -21,6 +21,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq, encode
 from fenceline.layers.context import Shard
 from fenceline.memory_order import Device, open_device
+from fenceline.model_executor.drafts import StepPlans
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline_proof.random_depths import RandomDepths
 
@@ -189,3 +190,34 @@ def count_tokens(driver: Driver) -> Counter[int]:
 
     runner.accept = accept_and_count  # type: ignore[method-assign]
     return counted
+
+
+def guess(driver: Driver, known: dict[str, list[int]], share: float) -> list[int]:
+    """From now on drafts are, but for a ``share`` of them, the tokens that each request in ``known`` will draw; in
+    steps without graphs. Returns the list to which each step adds how many tokens every request got."""
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
+    runner, counts, random = driver.worker.speculative, list[int](), Random(3)
+    accept = runner.accept
+
+    def propose(plans: StepPlans) -> None:
+        arena, width = runner.arena, plans.shape.num_nodes
+        reqs = {req.row: req for req in driver.scheduler.reqs.values()}
+        columns = (arena[name][: plans.size].tolist() for name in ("plan_rows", "lens"))
+        ids = arena["input_ids"].view(-1)[: plans.size * width].view(plans.size, width)
+        for index, (row, length) in enumerate(zip(*columns, strict=True)):
+            if row not in reqs:
+                continue
+            tokens = [*reqs[row].prompt_ids, *known[reqs[row].rid], *[0] * width]
+            for place in range(1, width):
+                wrong = random.random() < share
+                ids[index, place] = (tokens[length + place - 1] + wrong) % VOCAB
+
+    def accept_and_count(drawn: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        results = accept(drawn)
+        counts.extend(results["counts"].tolist())
+        return results
+
+    for chain in runner._proposals.values():
+        chain.propose = propose  # type: ignore[method-assign]
+    runner.accept = accept_and_count  # type: ignore[method-assign]
+    return counts

@@ -8,15 +8,14 @@ from random import Random
 
 import pytest
 import torch
-from draft_checkpoints import VOCAB, random_eagle3, save_own_mtp
+from draft_checkpoints import random_eagle3, save_own_mtp
 from model_parity import save_checkpoint
 from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
+from speculative_driver import guess
 
 from fenceline.config import ConfigError
 from fenceline.ipc.io_struct import TokenizedGenerateReq
-from fenceline.model_executor.drafts import StepPlans
-from fenceline.model_executor.model_runner import ModelRunner
 
 Told = tuple[list[list[int]], list[list[float | None]]]
 
@@ -104,37 +103,6 @@ def test_drafts_change_no_bit(folder: Path, target: str, algorithm: str, flags: 
         assert _cached(driver, _reqs("again")) == [0, 0, 64, 128]  # as without drafts
 
 
-def _guess(driver: Driver, known: dict[str, list[int]], share: float) -> list[int]:
-    """From now on drafts are, but for a ``share`` of them, the tokens that each request in ``known`` will draw. Returns
-    the list to which each step adds how many tokens every request got."""
-    assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
-    runner, counts, random = driver.worker.speculative, list[int](), Random(3)
-    accept = runner.accept
-
-    def propose(plans: StepPlans) -> None:
-        arena, width = runner.arena, plans.shape.num_nodes
-        reqs = {req.row: req for req in driver.scheduler.reqs.values()}
-        columns = (arena[name][: plans.size].tolist() for name in ("plan_rows", "lens"))
-        ids = arena["input_ids"].view(-1)[: plans.size * width].view(plans.size, width)
-        for index, (row, length) in enumerate(zip(*columns, strict=True)):
-            if row not in reqs:
-                continue
-            tokens = [*reqs[row].prompt_ids, *known[reqs[row].rid], *[0] * width]
-            for place in range(1, width):
-                wrong = random.random() < share
-                ids[index, place] = (tokens[length + place - 1] + wrong) % VOCAB
-
-    def accept_and_count(drawn: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        results = accept(drawn)
-        counts.extend(results["counts"].tolist())
-        return results
-
-    for chain in runner._proposals.values():
-        chain.propose = propose  # type: ignore[method-assign]
-    runner.accept = accept_and_count  # type: ignore[method-assign]
-    return counts
-
-
 @pytest.mark.parametrize(
     ("target", "algorithm", "num_steps", "share"),
     [
@@ -150,7 +118,7 @@ def test_any_of_a_steps_tokens_may_fill_a_block(
     alone = _alone(folder, target)
     driver = _driver(folder, target, algorithm, speculative_num_steps=num_steps)
     known = {req.rid: tokens for req, tokens in zip(_reqs(), alone[0], strict=True)}
-    counts = _guess(driver, known, share)
+    counts = guess(driver, known, share)
     assert _told(driver, _reqs()) == alone
     assert max(counts) == num_steps + 1 and (share == 0 or len(set(counts)) > 3)
 
