@@ -15,6 +15,7 @@ from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.model_executor import parts
 
 Result = TypeVar("Result")
 LENGTHS = [(1, 70), (2, 40), (3, 150)]  # the first token, and how many: states are made at multiples of 64
@@ -130,3 +131,16 @@ def test_ranks_with_states_answer_as_one(
     expected = work(make_model_driver(**flags))
     assert expected[1:] == ([64, 0, 128], 14)
     assert on_ranks(size, work, **flags, ep_size=ep_size) == [expected] * size
+
+
+def test_ranks_have_as_many_states_as_the_one_with_least_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_checkpoint("lfm2", tmp_path)
+    ranks, flags = Ranks(2), {"model_path": str(tmp_path), "num_rows": 4}
+    room = {id(device): number for device, number in zip(ranks.devices, (7, 5), strict=True)}
+    monkeypatch.setattr(parts, "num_snapshots", lambda config, device, specs: room[id(device)])
+
+    def leasable(rank: int) -> int:
+        worker = make_model_driver(rank=(ranks.devices[rank], ranks.shards[rank]), **flags).worker  # type: ignore[arg-type]
+        return worker.states.snapshots.num_free  # type: ignore[union-attr]
+
+    assert ranks.run(leasable) == [5, 5]
