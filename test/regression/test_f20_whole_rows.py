@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from model_parity import save_checkpoint
@@ -32,20 +31,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @contextmanager
-def serving(model: Path, storage: Path | None, severed: str = "") -> Iterator[Driver]:
-    """An engine of three tiers, or two without ``storage``, which takes prefixes of any length from them."""
-    of_storage: dict[str, Any] = {}
-    if storage is not None:
-        of_storage = {"hicache_storage_backend": "file", "hicache_storage_dir": str(storage)}
-        of_storage["hicache_storage_prefetch_policy"] = "wait_complete"
+def serving(model: Path, storage: Path, severed: str = "") -> Iterator[Driver]:
+    """An engine of three tiers, which takes prefixes of any length from them."""
     args = ServerArgs(
         model_path=str(model), device="cpu", random_seed=1, page_size=4, max_total_tokens=256, chunked_prefill_size=32,
         max_running_requests=2, enable_hierarchical_cache=True, hicache_ratio=4.0, hicache_write_policy="write_through",
-        **of_storage,
+        hicache_storage_backend="file", hicache_storage_dir=str(storage),
+        hicache_storage_prefetch_policy="wait_complete",
     )  # fmt: skip
     config = resolve(args)
-    assert config.hicache is not None
-    storage_tier = config.hicache.storage and replace(config.hicache.storage, prefetch_threshold=4)
+    assert config.hicache is not None and config.hicache.storage is not None
+    storage_tier = replace(config.hicache.storage, prefetch_threshold=4)
     config = replace(config, hicache=replace(config.hicache, load_back_threshold=4, storage=storage_tier))
     device = open_device("cpu", frozenset({severed} if severed else ()))
     driver = Driver(config, ModelRunner(config, device, show_progress=False))
@@ -108,13 +104,18 @@ def test_without_the_indexers_rows_long_prompts_go_wrong(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("severed", ["", "whole_rows"])
-def test_blocks_are_selected_by_what_comes_from_the_host(severed: str, tmp_path: Path) -> None:
+def test_blocks_are_selected_by_what_comes_from_every_tier(severed: str, tmp_path: Path) -> None:
     """The means of MiniCPM-SALA's keys are such rows too. A state is at 128 of the prompt's tokens."""
-    save_sala(tmp_path)
+    (model := tmp_path / "model").mkdir()
+    save_sala(model)
     prompt = [(7 * i + 3) % 101 for i in range(140)]
-    with serving(tmp_path, None, severed) as driver:
+    with serving(model, tmp_path / "storage") as driver:
         computed, _ = serve(driver, prompt, "computed")
-        to_the_host(driver)
-        loaded, details = serve(driver, prompt, "loaded")
-    assert details is not None and details.host == 128
-    assert (loaded == computed) == (not severed)
+    for tier in ("storage", "host"):
+        with serving(model, tmp_path / "storage", severed) as driver:
+            if tier == "host":
+                serve(driver, prompt, "first")
+                to_the_host(driver)
+            loaded, details = serve(driver, prompt, "loaded")
+        assert details is not None and getattr(details, tier) == 128
+        assert (loaded == computed) == (not severed), tier

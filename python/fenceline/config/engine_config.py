@@ -700,6 +700,10 @@ def _check_blocks(args: ServerArgs, model: ModelConfig, device: str) -> None:
         f"--kv-cache-dtype {args.kv_cache_dtype}: not supported for the selected blocks of {model.architecture}; leave"
         " it out",
     )
+    require(
+        args.speculative_algorithm is None,
+        f"--speculative-algorithm: not supported for the selected blocks of {model.architecture}; leave it out",
+    )
     for name in _ATTENTION_BACKENDS if device == "cuda" else ():
         require(
             (wanted := getattr(args, name)) in (None, "auto", "triton", _ON_ANY_DEVICE),

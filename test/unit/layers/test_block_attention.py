@@ -99,6 +99,7 @@ def test_ranks_select_with_their_own_key_heads(sala: Path) -> None:
     [
         ("--page-size 1", "--page-size 1: MiniCPMSALAForCausalLM keeps means of the keys of 4 tokens"),
         ("--page-size 16 --kv-cache-dtype fp8_e4m3", "--kv-cache-dtype fp8_e4m3: not supported for the selected"),
+        ("--page-size 16 --speculative-algorithm NEXTN", "--speculative-algorithm: not supported for the "),
         ('--page-size 16 --tp-size 6 --json-model-override-args {"intermediate_size":72}', "not divide; use 1, 2"),
     ],
 )
