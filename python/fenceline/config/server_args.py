@@ -429,8 +429,7 @@ class ServerArgs:
     )
     load_balance_method: LoadBalanceMethod = _runtime(
         "cache_aware",
-        "Which replica gets a request: round_robin each in turn, shortest_queue the one with the fewest, cache_aware "
-        "the one that was sent the longest part of its prompt before.",
+        "Which replica gets a request: cache_aware the one that was sent the longest part of its prompt before.",
     )
     nnodes: int = _runtime(
         1,
