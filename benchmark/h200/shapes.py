@@ -31,6 +31,8 @@ SHAPES = {
     "qwen2.5-7b": "qwen2.5-7b",
     "qwen2.5-vl-7b": "qwen2.5-vl-7b",  # the same with a tower; config.json as published, and preprocessor_config.json
     "tiny": "tiny",
+    "tiny-states": "tiny-states",  # a small Qwen3-Next
+    "tiny-latent": "tiny-latent",  # a small DeepSeek-V2
 }
 NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
 
