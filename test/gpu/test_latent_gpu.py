@@ -10,14 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attention_cases import SCALE, Case, bits_of, random_tree
+from attention_cases import SCALE, Case, bits_of, random_tree, replays
 from model_parity import save_checkpoint
 from scheduler_driver import asked_twice
 
 from fenceline.layers.attention.base import AttentionBackend, LayerRules
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.cuda_layers import CudaLayerKernels
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs, QueryTree, VerifyInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    QueryTree,
+    VerifyInputs,
+)
 from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.triton.decode_attention import decode_attention
 from fenceline.layers.kernels.triton.store_latent import store_latent
@@ -147,36 +154,15 @@ def test_graph_replays_follow_their_tensors(bucket: int, num_queries: int, num_h
     lens = [num_queries + int(n) for n in random.integers(0, 900, 12)]
     trees = [random_tree(random, num_queries) for _ in lens]
     step = latent_case(lens, [num_queries] * 12, num_heads)
-    step.page_table[0] = 0  # the sink's row; Case never gives out its page
-    alive = [i for i, row in enumerate(step.rows.tolist()) if row != 0]
     expected, masks = step.expected(trees), bits_of(trees, num_queries)
-    table, rows = step.page_table.cuda(), torch.zeros(bucket, dtype=torch.int64, device="cuda")
-    seq_lens = torch.full((bucket,), num_queries, dtype=torch.int64, device="cuda")
-    ancestors = torch.zeros(bucket, num_queries, dtype=torch.int64, device="cuda")
-    q = torch.zeros(bucket * num_queries, num_heads, WIDTH, dtype=torch.bfloat16, device="cuda")
-    backend = backend_of(step)
-    if num_queries == 1:
-        plan = backend.plan_graph(GraphDecodeInputs(table, rows, seq_lens, 900))
-    else:
-        tree, bounds = QueryTree(num_queries, num_queries, ancestors), np.full(bucket, 900 + num_queries)
-        plan = backend.plan_verify(VerifyInputs(table, rows, seq_lens, bounds, tree, num_heads))
-    assert plan is not None
-    plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
-    for _ in range(20):
-        members = random.permutation(alive)[: random.integers(1, bucket + 1)].tolist()
-        rows.zero_()
-        seq_lens.fill_(num_queries)
-        ancestors.zero_()
-        rows[: len(members)] = step.rows[members].cuda()
-        seq_lens[: len(members)] = torch.tensor(lens)[members].cuda()
-        ancestors[: len(members)] = masks[members].cuda()
-        q[: len(members) * num_queries] = torch.cat([step.queries[i] for i in members]).cuda()
-        graph.replay()
-        eager = plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
+
+    def plan(*tensors: torch.Tensor) -> AttentionPlan | None:
+        if num_queries == 1:
+            return backend_of(step).plan_graph(GraphDecodeInputs(*tensors[:3], 900))
+        tree, bounds = QueryTree(num_queries, num_queries, tensors[3]), np.full(bucket, 900 + num_queries)
+        return backend_of(step).plan_verify(VerifyInputs(*tensors[:3], bounds, tree, num_heads))
+
+    for output, eager, members in replays(step, bucket, num_queries, 1, plan, masks):
         assert torch.equal(output[..., :512], eager[..., :512]) and output[..., :512].isfinite().all()
         wanted = torch.cat([expected[i] for i in members])
         check(output[: len(wanted)], wanted)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_cases import SCALE, Case, bits_of, random_tree, verify_cases
+from attention_cases import SCALE, Case, bits_of, random_tree, replays, verify_cases
 
 from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
@@ -145,34 +145,15 @@ def test_verify_graph_replays_follow_rows_lengths_and_trees(bucket: int, num_que
     lens = [num_queries + int(n) for n in random.integers(0, 1500, 40)]
     trees = [random_tree(random, num_queries) for _ in lens]
     step = Case(lens, [num_queries] * 40, 16, (8, 2), 1, torch.bfloat16, 128, device="cuda")
-    step.page_table[0] = 0  # the sink's row; Case never gives out its page
-    alive = [i for i, row in enumerate(step.rows.tolist()) if row != 0]
     expected, masks = step.expected(trees), bits_of(trees, num_queries)
-    rows = torch.zeros(bucket, dtype=torch.int64, device="cuda")
-    seq_lens = torch.full((bucket,), num_queries, dtype=torch.int64, device="cuda")
-    ancestors = torch.zeros(bucket, num_queries, dtype=torch.int64, device="cuda")
-    q = torch.zeros(bucket * num_queries, 8, 128, dtype=torch.bfloat16, device="cuda")
-    tree = QueryTree(num_queries, num_queries, ancestors)
     bounds = np.full(bucket, 1500 + num_queries)
-    inputs = VerifyInputs(step.page_table.cuda(), rows, seq_lens, bounds, tree, num_heads=8)
-    plan = TritonAttentionBackend(step.pool).plan_verify(inputs)
-    assert plan is not None
-    plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
-    for _ in range(20):
-        members = random.permutation(alive)[: random.integers(1, bucket + 1)].tolist()
-        rows.zero_()
-        seq_lens.fill_(num_queries)
-        ancestors.zero_()
-        rows[: len(members)] = step.rows[members].cuda()
-        seq_lens[: len(members)] = torch.tensor(lens)[members].cuda()
-        ancestors[: len(members)] = masks[members].cuda()
-        q[: len(members) * num_queries] = torch.cat([step.queries[i] for i in members]).cuda()
-        graph.replay()
-        assert torch.equal(output, plan.forward(1, q, q[:, :2], q[:, :2], SCALE))
+
+    def plan(*tensors: torch.Tensor) -> AttentionPlan | None:
+        tree = QueryTree(num_queries, num_queries, tensors[3])
+        return TritonAttentionBackend(step.pool).plan_verify(VerifyInputs(*tensors[:3], bounds, tree, num_heads=8))
+
+    for output, eager, members in replays(step, bucket, num_queries, 2, plan, masks):
+        assert torch.equal(output, eager)
         wanted = torch.cat([expected[i] for i in members])
         torch.testing.assert_close(output[: len(wanted)].double().cpu(), wanted, atol=3e-2, rtol=0)
         assert output.isfinite().all()
@@ -209,30 +190,13 @@ def test_graph_replays_follow_rows_and_lengths(bucket: int) -> None:
     random = np.random.default_rng(bucket)
     lens = [int(n) for n in random.integers(1, 1500, 40)]
     step = decode_case(lens, 16, (8, 2), 128)
-    step.page_table[0] = 0  # the sink's row; Case never gives out its page
-    alive = [i for i, row in enumerate(step.rows.tolist()) if row != 0]
     expected = step.expected()
-    table = step.page_table.cuda()
-    rows = torch.zeros(bucket, dtype=torch.int64, device="cuda")
-    seq_lens = torch.ones(bucket, dtype=torch.int64, device="cuda")
-    q = torch.zeros(bucket, 8, 128, dtype=torch.bfloat16, device="cuda")
-    backend = TritonAttentionBackend(step.pool)
-    plan = backend.plan_graph(GraphDecodeInputs(table, rows, seq_lens, 1500))
-    assert plan is not None
-    plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
-    for _ in range(30):
-        members = random.permutation(alive)[: random.integers(1, bucket + 1)].tolist()
-        rows.zero_()
-        seq_lens.fill_(1)
-        rows[: len(members)] = step.rows[members].cuda()
-        seq_lens[: len(members)] = torch.tensor(lens)[members].cuda()
-        q[: len(members)] = torch.cat([step.queries[i] for i in members]).cuda()
-        graph.replay()
-        assert torch.equal(output, plan.forward(1, q, q[:, :2], q[:, :2], SCALE))
+
+    def plan(*tensors: torch.Tensor) -> AttentionPlan | None:
+        return TritonAttentionBackend(step.pool).plan_graph(GraphDecodeInputs(*tensors[:3], 1500))
+
+    for output, eager, members in replays(step, bucket, 1, 2, plan):
+        assert torch.equal(output, eager)
         wanted = torch.cat([expected[i] for i in members])
         torch.testing.assert_close(output[: len(members)].double().cpu(), wanted, atol=3e-2, rtol=0)
 

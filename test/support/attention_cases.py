@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, QueryTree, VerifyInputs
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
 SCALE = 0.3
@@ -274,3 +274,42 @@ def decode(  # type: ignore[no-untyped-def]
 def spoil(step) -> None:  # type: ignore[no-untyped-def]
     for row, length in zip(step.rows, step.seq_lens, strict=True):
         step.page_table[row, -(-length // step.pool.page_size) :] = 1 << 30
+
+
+MakePlan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], AttentionPlan | None]
+
+
+def replays(
+    step: Case, bucket: int, num_queries: int, num_kv_heads: int, make_plan: MakePlan, masks: torch.Tensor | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """Twenty batches of up to ``bucket`` requests of ``step``, in the memory of one graph, on a GPU: its output, what
+    its plan computes without it, and the requests. ``make_plan`` gets the page table and that memory: rows, lengths,
+    and ancestors, which are the ``masks`` of the requests."""
+    random = np.random.default_rng(bucket)
+    step.page_table[0] = 0  # the sink's row; Case never gives out its page
+    alive = [i for i, row in enumerate(step.rows.tolist()) if row != 0]
+    rows = torch.zeros(bucket, dtype=torch.int64, device="cuda")
+    seq_lens = torch.full((bucket,), num_queries, dtype=torch.int64, device="cuda")
+    ancestors = torch.zeros(bucket, num_queries, dtype=torch.int64, device="cuda")
+    shape, dtype = step.queries[0].shape[1:], step.queries[0].dtype
+    q = torch.zeros(bucket * num_queries, *shape, dtype=dtype, device="cuda")
+    plan = make_plan(step.page_table.cuda(), rows, seq_lens, ancestors)
+    assert plan is not None
+    operands = 1, q, q[:, :num_kv_heads], q[:, :num_kv_heads], SCALE
+    plan.forward(*operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = plan.forward(*operands)
+    for _ in range(20):
+        members = random.permutation(alive)[: random.integers(1, bucket + 1)].tolist()
+        rows.zero_()
+        seq_lens.fill_(num_queries)
+        ancestors.zero_()
+        rows[: len(members)] = step.rows[members].cuda()
+        seq_lens[: len(members)] = torch.tensor(step.seq_lens)[members].cuda()
+        if masks is not None:
+            ancestors[: len(members)] = masks[members].cuda()
+        q[: len(members) * num_queries] = torch.cat([step.queries[i] for i in members]).cuda()
+        graph.replay()
+        yield output, plan.forward(*operands), members
