@@ -100,14 +100,22 @@ def _kept_nbytes(specs: Sequence[StateSpec], most_undone: int) -> int:
 
 def most_running(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
     """``config.max_running_requests``; unless ``--max-running-requests`` is given no more than have room for their
-    states and, if prefixes are cached, for a snapshot each."""
+    states and, if prefixes are cached, for a snapshot each. Raises ``ValueError`` with the remedy if the states of all
+    that are asked for, or of one, have no room."""
     args, carried = config.server_args, carried_nbytes(specs)
-    if args.max_running_requests is not None:
-        return config.max_running_requests
     row_bytes = carried + _kept_nbytes(specs, config.most_undone)
-    with_snapshot = row_bytes + (0 if args.disable_radix_cache else carried)
-    fit = (_share(config, device) - row_bytes) // with_snapshot  # without the sink
-    return min(config.max_running_requests, max(fit, 1))
+    budget = max(_share(config, device) - row_bytes, 0)  # without the sink
+    most = config.max_running_requests
+    if args.max_running_requests is None:
+        with_snapshot = row_bytes + (0 if args.disable_radix_cache else carried)
+        most = min(most, max(budget // with_snapshot, 1))
+    if budget < most * row_bytes:
+        raise ValueError(
+            f"--max-running-requests {most}: the states of a request take {row_bytes / 1e6:.1f} MB, and"
+            f" --mamba-full-memory-ratio {args.mamba_full_memory_ratio:g} leaves {budget / 1e9:.1f} GB for all of them;"
+            f" give at most {budget // row_bytes}, or raise the ratio"
+        )
+    return most
 
 
 def _share(config: EngineConfig, device: Device) -> int:
@@ -119,18 +127,10 @@ def _share(config: EngineConfig, device: Device) -> int:
 def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
     """How many snapshots the pool has beside the slots of rows. ``--max-mamba-cache-size`` if given; else as many as
     fit into the states' share of the memory for the cache (``--mamba-full-memory-ratio``), but no more than prefixes
-    of all running requests can use. Raises ``ValueError`` with the remedy if not even the rows fit, or not all that
-    are wanted."""
-    args, most = config.server_args, config.max_running_requests
-    carried, ratio = carried_nbytes(specs), args.mamba_full_memory_ratio
+    of all running requests, for which there is room (``most_running``), can use. Raises ``ValueError`` with the remedy
+    if not all that are wanted fit."""
+    args, most, carried = config.server_args, config.max_running_requests, carried_nbytes(specs)
     row_bytes = carried + _kept_nbytes(specs, config.most_undone)
-    budget = _share(config, device) - row_bytes  # without the sink
-    if budget < most * row_bytes:
-        raise ValueError(
-            f"--max-running-requests {most}: the states of a request take {row_bytes / 1e6:.1f} MB, and"
-            f" --mamba-full-memory-ratio {ratio:g} leaves {max(budget, 0) / 1e9:.1f} GB for all of them; give at most"
-            f" {max(budget, 0) // row_bytes}, or raise the ratio"
-        )
     if args.disable_radix_cache:
         number = 0
     elif args.max_mamba_cache_size is not None:
@@ -143,7 +143,9 @@ def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpe
                 f" give at most {most + max(left, 0) // carried}, or leave it out"
             )
     else:
-        number = min((budget - most * row_bytes) // carried, most * (config.model.context_length // config.state_grid))
+        # What has been allocated since the number of requests was found may have taken a little of their room.
+        left = max(_share(config, device) - (most + 1) * row_bytes, 0)
+        number = min(left // carried, most * (config.model.context_length // config.state_grid))
     logger.info(
         "States take %.2f GiB: of %d running requests, and %d snapshots",
         ((most + 1) * row_bytes + number * carried) / 2**30, most, number,

@@ -12,6 +12,7 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.config.state_layout import StateSpec, convolution, recurrence, together
 from fenceline.layers.context import Shard, torch_context
+from fenceline.mem_cache import state_pool
 from fenceline.mem_cache.state_pool import StatePool, carried_nbytes, most_running, num_snapshots
 from fenceline.memory_order import open_device
 from fenceline.models.decoder import CausalLM
@@ -77,7 +78,7 @@ def test_snapshots_take_what_rows_leave_of_the_states_share() -> None:
     huge = [recurrence(16, 16, 128, 128)] * 4
     assert 0 < num_snapshots(config, device, huge) * carried_nbytes(huge) < 2 << 30
     with pytest.raises(ValueError, match=r"--max-running-requests 8: .*give at most \d"):
-        num_snapshots(config, device, huge * 64)
+        most_running(config, device, huge * 64)
 
 
 def test_by_default_as_many_requests_run_as_have_room_for_states_and_a_snapshot_each() -> None:
@@ -89,8 +90,26 @@ def test_by_default_as_many_requests_run_as_have_room_for_states_and_a_snapshot_
     assert num_snapshots(replace(config, max_running_requests=most), device, huge) >= most
     assert most_running(replace(config, server_args=replace(args, disable_radix_cache=True)), device, huge) > most
     given = replace(config, server_args=replace(args, max_running_requests=config.max_running_requests))
-    assert most_running(given, device, huge) == config.max_running_requests
+    with pytest.raises(ValueError, match=rf"--max-running-requests {config.max_running_requests}: .*give at most \d"):
+        most_running(given, device, huge)
+    assert most_running(given, device, _SPECS) == config.max_running_requests
     assert most_running(config, device, _SPECS) == config.max_running_requests
+    with pytest.raises(ValueError, match="--max-running-requests 1: .*give at most 0, or raise the ratio"):
+        most_running(config, device, huge * 64)
+
+
+@pytest.mark.parametrize("disable_radix_cache", [False, True])
+def test_what_is_allocated_beside_states_refuses_no_start(
+    disable_radix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page tables, masks and embeddings are allocated after the number of requests has been found."""
+    huge, device = [recurrence(16, 16, 128, 128)] * 64, open_device("cpu")
+    args = ServerArgs(model_path=tiny_model_path(), device="cpu", disable_radix_cache=disable_radix_cache)
+    budgets = iter([4 << 30, (4 << 30) - (64 << 20)])
+    monkeypatch.setattr(state_pool, "cache_budget", lambda *_: next(budgets))
+    config = resolve(args)
+    most = most_running(config, device, huge)
+    assert num_snapshots(replace(config, max_running_requests=most), device, huge) >= 0
 
 
 def test_more_snapshots_than_there_is_memory_for_are_refused() -> None:
