@@ -29,6 +29,7 @@ from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.oracle import Oracle
 from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import Flag, Flags, Scenario, Script
+from fenceline_proof.speculative_workloads import chains_beside_states
 from fenceline_proof.steps import STEP_S, make_config, setting_of
 from fenceline_proof.tiny_model import PLAIN, tiny_model_path
 from fenceline_sim.device import VgpuDevice
@@ -53,10 +54,14 @@ def make_scenario(random: Random) -> Scenario:
 
 
 def _with_states(random: Random, flags: Flags) -> Flags:
-    """The model with recurrent layers in some runs without a draft. The other runs stay as they are."""
+    """The model with recurrent layers in some runs, with drafts of its own. The other runs stay as they are."""
     own = Random(str(random.getstate()[1][:8]))
-    if "draft" in flags or own.random() >= 0.4:
+    if own.random() >= 0.4:
         return flags
+    if "draft" in flags:
+        of_drafts = ("draft", "speculative_", "depth_seed")
+        flags = {name: value for name, value in flags.items() if not name.startswith(of_drafts)}
+        flags = {**flags, **chains_beside_states(own)}
     return {**flags, "model": "states", "max_mamba_cache_size": own.choice((4, 6)), "ep_size": 1}
 
 
