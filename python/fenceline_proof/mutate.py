@@ -1,10 +1,8 @@
 """``python -m fenceline_proof.mutate``: tests the proof with faults of memory order, one at a time, until a run fails.
 
-First some runs of the intact engine are traced, to know which of them execute which line. Each mutant (``mutants``)
-runs in a separate process, in which the changed file is imported: those runs that execute its line, and more seeds of
-their workloads, until a check fails or the mutant has used its CPU time. In the second case it is a survivor, and so is
-one whose line no traced run executes. ``survivors.txt`` lists those that are known; another one is a loss.
-Results are added to a file as they come, so that a campaign can be stopped and continued.
+Some runs of the intact engine are traced. Each mutant (``mutants``) has a process of its own, in which runs that come to
+its line are made until a check fails or its CPU time is used: then it survives, and is a loss unless ``survivors.txt``
+lists it. Results are added to a file as they come, so that a campaign can be stopped and continued.
 """
 
 from __future__ import annotations

@@ -509,11 +509,6 @@ class Graph:
         self._ready = False
         self._last: Operation | None = None  # the end of the latest replay
 
-    @property
-    def operations(self) -> list[Operation]:
-        """What it runs, without marks and waits, in the order of the capture."""
-        return [node.op for node in self._nodes if node.op.run is not None]
-
     def replay(self) -> None:
         """Queue everything again on the current stream. Raises ``StaleMemoryError`` if memory it uses was freed,
         ``ProtectionError`` if it writes what graphs may not.
