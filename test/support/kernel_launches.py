@@ -742,7 +742,7 @@ def _selections_of_blocks() -> Iterator[Launch]:
         yield Launch(f"score_blocks of {lens}", accesses.score_blocks, operands, score, [partial, scores])
 
         def choose(
-            pdl: bool, found: Any, table: Any, rows: Any, seq_lens: Any, lists: Any, counts: Any,
+            pdl: bool, found: Any, table: Any, rows: Any, seq_lens: Any, chosen: Any, lists: Any, counts: Any,
             page_size: int = page_size,
         ) -> None:  # fmt: skip
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
@@ -750,8 +750,9 @@ def _selections_of_blocks() -> Iterator[Launch]:
 
         found = torch.rand(scores.shape)
         lists = torch.empty(2 * num, 24, dtype=torch.int32), torch.empty(2 * num, dtype=torch.int64)
-        operands = (found, table, rows, seq_lens, *lists)
-        yield Launch(f"choose_blocks of {lens}", accesses.choose_blocks, operands, choose, lists)
+        chosen = torch.empty(2 * num, 3, dtype=torch.int32)
+        operands = (found, table, rows, seq_lens, chosen, *lists)
+        yield Launch(f"choose_blocks of {lens}", accesses.choose_blocks, operands, choose, [*lists, chosen])
 
 
 def _extends() -> Iterator[Launch]:

@@ -250,7 +250,7 @@ def compile_kernel(
     types |= {"table": "*fp32", "eps": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
     types |= dict.fromkeys(("partial_ptr", "stats_ptr", "sinks_ptr"), "*fp32")
     types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
-    types |= {"means": "*bf16", "partial": "*fp32", "lists": "*i32", "scale": "fp32"}
+    types |= {"means": "*bf16", "partial": "*fp32", "lists": "*i32", "chosen": "*i32", "scale": "fp32"}
     types |= {"projected": "*bf16"} | dict.fromkeys(("decays", "of_tokens", "q", "k", "v"), "*fp32")
     types |= {"queries": "*bf16", "weights": "*fp32", "scales": "*fp32", "cache_rows": f"*{kv}"}
     types |= dict.fromkeys(("page_table", "keys", "selected"), "*i32") | dict.fromkeys(

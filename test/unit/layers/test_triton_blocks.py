@@ -71,11 +71,18 @@ def check_other_sizes() -> None:
 
 
 def check_many_programs() -> None:
-    """They share out the means and the blocks of a query, also where some have none."""
+    """They share out the means and the blocks of a query, also where some have none; and more blocks than are counted
+    or listed at once."""
+    from fenceline.layers.kernels.triton import select_blocks
+
     steps = steps_of(5, (230, 70))
     backend = backend_of(steps)
     backend.num_sms = 8
     steps.check(backend)
+    select_blocks._choose_variant.cache_clear()
+    with mock.patch.multiple(select_blocks, _COUNTED_TILE=8, _CHOSEN_TILE=2):
+        steps.check(backend)
+    select_blocks._choose_variant.cache_clear()
 
 
 def check_in_a_fixed_order() -> None:

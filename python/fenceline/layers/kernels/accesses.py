@@ -336,7 +336,9 @@ def score_blocks(
 
 # See ``select_blocks.choose_blocks``.
 choose_blocks = declared(
-    "choose_blocks", "keys page_table rows seq_lens lists counts", "keys page_table[rows] seq_lens -> lists counts"
+    "choose_blocks",
+    "keys page_table rows seq_lens chosen lists counts",
+    "keys page_table[rows] seq_lens -> chosen lists counts",
 )
 
 

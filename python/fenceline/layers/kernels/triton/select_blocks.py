@@ -4,8 +4,8 @@ scores, and lists of the tokens to attend to.
 Scores take two launches. In the first, programs of a query and key head share out the coarse means, and each leaves the
 largest score of its own and the sum of their exponentials. In the second, programs share out the blocks; each merges
 what the first has left, in order. A score is not negative, so its bits are an integer in the same order. A third launch
-finds the least integer that is selected bit by bit and lists the slots of the tokens of all blocks above it, and of as
-many equal ones as are left, in the order of positions. Whole numbers are counted and nothing depends on time.
+finds the least integer that is selected, as ``select_tokens`` does, and lists the slots of the tokens of all blocks
+above it, and of as many equal ones as are left, in the order of positions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton.language as tl
 from fenceline.config.families import BlocksConfig
 from fenceline.layers.forward_batch import BlockQueries
 from fenceline.layers.kernels.triton.decode_attention import PagedRequests
+from fenceline.layers.kernels.triton.select_tokens import BITS, least_selected
 from fenceline.memory_order.triton_launcher import KernelVariant
 
 _COARSE = 4  # see ``block_selection``
@@ -87,7 +88,8 @@ def choose_blocks(
     _, num_kv_heads, num_blocks = keys.shape
     lists = torch.empty((num * num_kv_heads, blocks.top_k * blocks.size), dtype=torch.int32, device=keys.device)
     counts = torch.empty(num * num_kv_heads, dtype=torch.int64, device=keys.device)
-    tensors = (keys, requests.page_table, requests.rows, requests.seq_lens, lists, counts)
+    chosen = torch.empty((num * num_kv_heads, blocks.top_k), dtype=torch.int32, device=keys.device)
+    tensors = (keys, requests.page_table, requests.rows, requests.seq_lens, chosen, lists, counts)
     scalars = (first, num_blocks, requests.page_table.stride(0))
     _choose_variant(blocks, num_kv_heads, requests.page_size).launch((num, num_kv_heads), tensors, scalars)
     return lists, counts
@@ -142,6 +144,7 @@ def _choose_variant(blocks: BlocksConfig, num_kv_heads: int, page_size: int) -> 
         "TOP_K": blocks.top_k,
         "TILE": _CHOSEN_TILE,
         "COUNTED": _COUNTED_TILE,
+        "BITS": BITS,
     }
     return KernelVariant(_choose_kernel, constants, 4)
 
@@ -260,52 +263,48 @@ def _score_kernel(
         tl.store(keys + (query * KV_HEADS + head) * num_blocks + number, key, mask=number <= own)
 
 
-@triton.jit
-def _at_least(keys, num, least, COUNTED: tl.constexpr):
-    """How many of ``num`` keys are at least ``least``."""
-    found = tl.full([], 0, tl.int32)
-    for begin in tl.range(0, num, COUNTED):
-        at = begin + tl.arange(0, COUNTED)
-        key = tl.load(keys + at, mask=at < num, other=-1)
-        found += tl.sum((key >= least).to(tl.int32), 0)
-    return found
-
-
 @triton.jit(do_not_specialize=["first", "num_blocks", "table_stride"])
 def _choose_kernel(
-    keys, page_table, rows, seq_lens, lists, counts, first, num_blocks, table_stride,
+    keys, page_table, rows, seq_lens, chosen, lists, counts, first, num_blocks, table_stride,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, TOP_K: tl.constexpr,
-    TILE: tl.constexpr, COUNTED: tl.constexpr,
+    TILE: tl.constexpr, COUNTED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
+    """The numbers of the chosen blocks are put together before their tokens are listed, so that nothing is listed of
+    all the others."""
     own, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query = first + own
     num_seen = tl.load(seq_lens + query).to(tl.int32)
     num = (num_seen + SIZE - 1) // SIZE
     table = page_table + tl.load(rows + query) * table_stride
     of_query = keys + (query * KV_HEADS + head) * num_blocks
-    least, num_equal = tl.full([], 0, tl.int32), num
     selects = num > TOP_K
+    least, num_equal = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32)
     if selects:
-        for bit in tl.static_range(31):
-            candidate = least | (1 << (30 - bit))
-            least = tl.where(_at_least(of_query, num, candidate, COUNTED) >= TOP_K, candidate, least)
-        num_equal = TOP_K - _at_least(of_query, num, least + 1, COUNTED)
+        least, num_equal = least_selected(of_query, num, TOP_K, COUNTED, BITS)
+    numbers = chosen + (own * KV_HEADS + head) * TOP_K
+    num_taken, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for begin in tl.range(0, num, COUNTED):
+        number = begin + tl.arange(0, COUNTED)
+        live = number < num
+        key = tl.load(of_query + number, mask=live & selects, other=0).to(tl.uint32, bitcast=True)
+        is_equal = live & (key == least)
+        rank = equals + tl.cumsum(is_equal.to(tl.int32), 0)
+        taken = tl.where(selects, live & ((key > least) | (is_equal & (rank <= num_equal))), live)
+        place = num_taken + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(numbers + place, number, mask=taken)
+        num_taken += tl.sum(taken.to(tl.int32), 0)
+        equals += tl.sum(is_equal.to(tl.int32), 0)
+    tl.debug_barrier()  # before other threads read the numbers
     line = lists + (own * KV_HEADS + head) * (TOP_K * SIZE)
     offsets = tl.arange(0, SIZE_PAD)
-    num_taken, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for begin in tl.range(0, num, TILE):
-        number = begin + tl.arange(0, TILE)
-        key = tl.load(of_query + number, mask=number < num, other=-1)
-        is_equal = key == least
-        rank = equals + tl.cumsum(is_equal.to(tl.int32), 0)
-        taken = tl.where(selects, (key > least) | (is_equal & (rank <= num_equal)), number < num)
-        place = num_taken + tl.cumsum(taken.to(tl.int32), 0) - 1
+    for begin in tl.range(0, num_taken, TILE):
+        place = begin + tl.arange(0, TILE)
+        is_chosen = place < num_taken
+        number = tl.load(numbers + place, mask=is_chosen, other=0)
         positions = number[:, None] * SIZE + offsets[None, :]
-        live = taken[:, None] & (offsets < SIZE)[None, :] & (positions < num_seen)
+        live = is_chosen[:, None] & (offsets < SIZE)[None, :] & (positions < num_seen)
         pages = tl.load(table + positions // PAGE_SIZE, mask=live, other=0)
         slots = (pages * PAGE_SIZE) | (positions % PAGE_SIZE)
         tl.store(line + place[:, None] * SIZE + offsets[None, :], slots * KV_HEADS + head, mask=live)
-        num_taken += tl.sum(taken.to(tl.int32), 0)
-        equals += tl.sum(is_equal.to(tl.int32), 0)
     # Its own block, the last one, is always among them; the others are whole.
     tl.store(counts + own * KV_HEADS + head, (num_taken * SIZE - (num * SIZE - num_seen)).to(tl.int64))

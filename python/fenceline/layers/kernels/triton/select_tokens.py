@@ -26,7 +26,7 @@ _BLOCK = 128  # tokens that are scored at once
 _BLOCK_OF_FLOATS = 16  # of four bytes, of which fewer fit in registers
 _PROGRAMS_PER_SM = 8  # that score tokens
 _SELECT_BLOCK, _SELECT_WARPS = 8192, 32
-_BITS = 6  # by which tokens are counted in a pass; counting by more takes longer than a pass that it spares
+BITS = 6  # by which tokens are counted in a pass; counting by more takes longer than a pass that it spares
 _MIN_SIZE = 16  # of a matrix product
 _SCALE_BYTES = 4  # at the end of a row in FP8
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -154,7 +154,7 @@ def _select_variant(
         "PAGE_SIZE": page_size,
         "UNIT": unit,
         "BLOCK": _SELECT_BLOCK,
-        "BITS": _BITS,
+        "BITS": BITS,
         "NUM_QUERIES": num_queries,
         "NUM_NODES": num_nodes,
         "TREE": is_tree,
@@ -219,7 +219,7 @@ def _select_kernel(
     selects = num_seen > TOP_K
     least, num_equal = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32)
     if selects:
-        least, num_equal = _least(of_query, end, TOP_K, BLOCK, BITS)
+        least, num_equal = least_selected(of_query, end, TOP_K, BLOCK, BITS)
     num_taken, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for begin in tl.range(0, end, BLOCK):
         positions = begin + tl.arange(0, BLOCK)
@@ -237,7 +237,7 @@ def _select_kernel(
 
 
 @triton.jit
-def _least(keys, end, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+def least_selected(keys, end, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """The least of the TOP_K highest of ``end`` keys, and how many of those equal to it are among them."""
     least, missing = tl.full([], 0, tl.uint32), tl.full([], TOP_K, tl.int32)
     PASSES: tl.constexpr = (32 + BITS - 1) // BITS
