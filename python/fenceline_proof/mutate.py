@@ -1,8 +1,8 @@
 """``python -m fenceline_proof.mutate``: tests the proof with faults of memory order, one at a time, until a run fails.
 
-Some runs of the intact engine are traced. Each mutant (``mutants``) has a process of its own, in which runs that come to
-its line are made until a check fails or its CPU time is used: then it survives, and is a loss unless ``survivors.txt``
-lists it. Results are added to a file as they come, so that a campaign can be stopped and continued.
+Some runs of the intact engine are traced. Each mutant (``mutants``) has its own process, in which runs that come to its
+line are made until a check fails or its CPU time is used: then it survives, and is a loss unless ``survivors.txt`` has
+it. Results are added to a file as they come, so that a campaign can be stopped and continued.
 """
 
 from __future__ import annotations
