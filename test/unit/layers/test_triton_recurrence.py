@@ -70,8 +70,14 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     types |= dict.fromkeys(
         ("x", "weight", "columns", "ring", "mixed", "a", "b", "gate", "out", "dt", "inputs"), "*bf16"
     )
+    # Of a step that verifies four tokens of each request.
+    verified = heads | {name: value for name, value in blocks.items() if name != "scratch"} | {"KEPT": False}
+    verified |= {"RING": 72, "K_SLOT": 72 * 2048, "D_SLOT": 72 * 4096, "DECAY_SLOT": 72 * 32}
+    channels |= {"BLOCK_C": 128, "GRID": 64}
     for kernel, warps, constants, others in (
-        (kernels._short_convolution_kernel, 4, channels | {"BLOCK_C": 128, "GRID": 64}, {}),
+        (kernels._short_convolution_kernel, 4, channels, {}),
+        (kernels._short_convolution_kernel, 4, channels | {"KEPT": False, "RING": 11, "BLOCK_RING": 16}, {}),
+        (kernels._recurrence_kernel, 4, verified, {"out": "*fp32", "scratch": "*fp32"}),
         (kernels._delta_inputs_kernel, 1, inputs, {}),
         (kernels._delta_inputs_kernel, 1, inputs | {"BY_CHANNEL": True}, {}),
         (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
