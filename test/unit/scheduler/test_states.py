@@ -236,6 +236,20 @@ def test_a_state_that_is_there_already_is_given_back(ahead: int) -> None:
     assert states.num_leased == 0
 
 
+def test_a_state_is_no_further_use_of_its_prefix() -> None:
+    """Under write_through_selective a prefix goes to the host at its second use."""
+    pages, states = LeasePool("pages", 16), LeasePool("states", 4)
+    on_host = LeasePool("host pages", 16, reserved=0), LeasePool("host states", 4, reserved=0)
+    tree = HiRadixCache(pages, 4, on_host[0], "write_through_selective", states=(states, on_host[1]))
+    leased, slot = pages.alloc(2), tree.lease_state()
+    assert leased is not None and slot is not None
+    node = tree.insert(np.arange(8), leased[0]).node
+    tree.give_state(np.arange(8), slot[0])
+    assert tree.backup_candidates(node) == []
+    assert tree.match_prefix(np.arange(8)).state == slot[0]
+    assert tree.backup_candidates(node) == [node]
+
+
 def test_states_of_nodes_that_left_do_not_pile_up() -> None:
     pages, states = LeasePool("pages", 9), LeasePool("states", 4)
     tree = RadixCache(pages, 4, states=states)

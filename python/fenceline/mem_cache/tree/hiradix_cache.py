@@ -279,7 +279,7 @@ class HiRadixCache(RadixCache):
         """Hand over the host's ``slot`` of the state after ``token_ids`` [n], whole pages with lookahead, written after
         ``after``. It is retired if the tree does not have all of their pages, or has such a state."""
         tokens = as_tokens(token_ids)
-        path = self._walk(tokens, extra_key)
+        path = self._walk(tokens, extra_key, is_hit=False)
         node = path[-1]
         if node.host_state is not None or sum(each.num_pages for each in path) != self._num_pages(tokens):
             self.host.retire_state(slot, after)

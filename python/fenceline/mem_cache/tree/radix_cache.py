@@ -370,7 +370,7 @@ class RadixCache:
         which has been written after ``after``. It is retired if the tree does not have all of their pages, or has such
         a state."""
         tokens = as_tokens(token_ids)
-        path = self._walk(tokens, extra_key)
+        path = self._walk(tokens, extra_key, is_hit=False)
         node = path[-1]
         num_tokens = sum(each.num_pages for each in path) * self.page_size
         if node.state or num_tokens + self.lookahead != tokens.size:
@@ -530,9 +530,9 @@ class RadixCache:
         tokens = as_tokens(token_ids)
         return tokens[: self._num_pages(tokens) * self.page_size + self.lookahead]
 
-    def _walk(self, tokens: Int32Array, extra_key: str) -> list[TreeNode]:
+    def _walk(self, tokens: Int32Array, extra_key: str, is_hit: bool = True) -> list[TreeNode]:
         """The nodes whose pages are a prefix of ``tokens`` (whole pages), root first; splits the last one where
-        it matches in part, and touches all."""
+        it matches in part, and touches all. ``is_hit``: whether it counts as a use of the nodes."""
         self._clock += 1
         path = [self.root]
         pos = 0
@@ -544,7 +544,7 @@ class RadixCache:
             whole = num_matched == child.num_pages
             path.append(child if whole else self._split(child, num_matched))
             path[-1].last_access = self._clock
-            path[-1].hit_count += 1
+            path[-1].hit_count += is_hit
             pos += num_matched * self.page_size
             if not whole:
                 break
