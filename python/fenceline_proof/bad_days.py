@@ -48,8 +48,9 @@ class BadDays:
         if seed % 2 == 0:
             controller._limits = replace(controller._limits, max_write_pages=3, max_fetch_pages=3, max_prefetches=2)
             controller._max_write_pages = controller._max_fetch_pages = 3
-        for name in ("exists", "get", "set"):
-            setattr(controller._backend, name, self._failing(name, getattr(controller._backend, name)))
+        for backend in (controller._backend, controller._states and controller._states.backend):
+            for name in ("exists", "get", "set") if backend else ():
+                setattr(backend, name, self._failing(name, getattr(backend, name)))
 
     def _failing(self, name: str, call: Callable[..., list[bool]]) -> Callable[..., list[bool]]:
         def failing(keys: Any, *pages: Any) -> list[bool]:

@@ -441,10 +441,7 @@ def _with_states(random: Random, flags: Flags) -> Flags:
     own = Random(str(random.getstate()[1][:8]))
     if "model" in flags or own.random() < 0.3:
         return flags
-    refused = (
-        "hicache_", "enable_hierarchical", "speculative_", "draft", "depth_seed", "retract_policy",
-        "bad_days", "least_tokens", "debug_cuda_graph",
-    )  # fmt: skip
+    refused = "speculative_", "draft", "depth_seed", "debug_cuda_graph", "hicache_storage_size"
     kept = {name: value for name, value in flags.items() if not name.startswith(refused)}
     kept |= chains_beside_states(own) if "draft" in flags else {}
     if not flags.get("disable_radix_cache"):

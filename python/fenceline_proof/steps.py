@@ -135,6 +135,9 @@ class Loop:
             controller._clock = self._clock
             assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
             order_calls(controller._backend)
+            if controller._states is not None:
+                assert isinstance(controller._states.backend, FileBackend), "beside that of pages"
+                order_calls(controller._states.backend)
             around(controller._events, "poll", after=self._polled)
             days = scenario.flags.get("bad_days")
             if days is not None:
@@ -142,6 +145,9 @@ class Loop:
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
                 around(controller._backend, "get", after=self._tags.fetched)
+            if self._tags is not None and controller._states is not None:
+                around(controller._states.backend, "set", before=self._tags.storing_state)
+                around(controller._states.backend, "get", after=self._tags.fetched_state)
         self.scheduler = Scheduler(config, self.runner, self, self)
         if self._tags is not None:
             self._tell_tags(self._tags)

@@ -261,6 +261,15 @@ def _states(random: Random) -> Scenario:
     if not flags.get("disable_radix_cache") and random.random() < 0.5:
         ratio, policy = random.choice((1.0, 2.0, 4.0)), random.choice(("recompute", "offload"))
         tiers = tier_flags(random, hicache_ratio=ratio, page_size=flags.get("page_size", 1), retract_policy=policy)
+        # States are taken from the device before their pages.
+        flags["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + random.choice((1, 1, 2))
+        if random.random() < 0.3:  # prefixes that only storage still has
+            kinds = [one.make for one in HICACHE_WORKLOADS if one.name in ("namespaces", "fetched")]
+            scenario = random.choice(kinds)(random)
+            more = "model", "max_mamba_cache_size"
+            tiers = {**scenario.flags, **{name: flags[name] for name in more}}
+            tiers |= {"hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_size": 1.0}
+            return replace(scenario, flags=tiers)
     return replace(scenario, flags={**flags, **between, **tiers, **drafts})
 
 

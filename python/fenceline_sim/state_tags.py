@@ -42,7 +42,7 @@ class StateTags:
         self.loaded: set[int] = set()  # from the host
         self.absorbed: dict[int, int] = {}  # by row: how many tokens its state must have absorbed
         self.host: Tag | None = None  # the memory of the slots on the host
-        self._on_host: dict[int, dict[int, int]] = {}  # by slot there, what each part holds
+        self.on_host: dict[int, dict[int, int]] = {}  # by slot there, what each part holds
 
     def at(self, part: StatePart, length: int) -> int:
         """The prefix whose state its slot carries when the request has ``length`` tokens."""
@@ -69,16 +69,16 @@ class StateTags:
             return False
         source, slot = self.slot_of(read), self.slot_of(write)
         if write.tag is self.host:
-            self._on_host[slot] = {first: held.get(source, NOTHING) for first, held in self._held.items()}
+            self.on_host[slot] = {first: held.get(source, NOTHING) for first, held in self._held.items()}
         else:
-            for first, end in self._on_host.get(source, {}).items():
+            for first, end in self.on_host.get(source, {}).items():
                 self._held[first][slot] = end
         return True
 
     def audit(self, end: int, slot: int, host_slot: int | None) -> None:
         """The tree has these slots for the state of the prefix ``end``."""
         held = {end if not slot else of_part.get(slot, NOTHING) for of_part in self._held.values()}
-        held |= set() if host_slot is None else set(self._on_host.get(host_slot, {0: NOTHING}).values())
+        held |= set() if host_slot is None else set(self.on_host.get(host_slot, {0: NOTHING}).values())
         assert held <= {end}, f"tags: states slot {slot}, host slot {host_slot} are not after {self._describe(end)}"
 
     def check(self, op: Operation, held: Mapping[int, int], slot: int, right: int, what: str, guard: Guard) -> None:

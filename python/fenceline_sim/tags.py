@@ -577,6 +577,8 @@ class Tags:
                 host_states = runner.hicache.host_states
                 self.host_states = Leases(gpu, host_states.slots, self.add, whole)
                 self.states.host = gpu.pinned.find(host_states.buffer)
+                self._states_start = host_states.buffer.data_ptr()
+                self._kept_states: dict[bytes, dict[bytes, dict[int, int]]] = {}  # in storage, by key and digest
 
     def watch(self, scheduler: Scheduler) -> None:
         """Use the requests and the tree of ``scheduler``. Called before its first step."""
@@ -814,6 +816,26 @@ class Tags:
                 self.found(self._host, int(slots[0]), text, op)
             else:
                 self._host.held[slots], self._host.origins[slots] = kept.tags, kept.origins
+
+    def storing_state(self, keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> None:
+        """The bytes of a state are about to be written to storage."""
+        self._kept_states.setdefault(keys[0], {})[_digest(pages[0])] = self.states_on_host(pages[0][0]).copy()
+
+    def fetched_state(
+        self, found: Sequence[bool], keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]
+    ) -> None:
+        """Storage has read a state, if ``found``: it holds what was given under the key, or nothing known."""
+        held, kept = self.states_on_host(pages[0][0]), self._kept_states.get(keys[0], {})
+        held.clear()
+        if found[0]:
+            held.update(kept.get(_digest(pages[0]), {}))
+
+    def states_on_host(self, piece: npt.NDArray[np.uint8]) -> dict[int, int]:
+        """What the parts of a slot on the host hold, whose bytes are ``piece``; work may be submitted on the slot."""
+        assert self.states is not None, "there are states"
+        slot = (piece.ctypes.data - self._states_start) // piece.nbytes
+        self.host_states.claim([slot], "a storage worker")
+        return self.states.on_host.setdefault(slot, {})
 
     def _slots_of(self, parts: Sequence[npt.NDArray[np.uint8]]) -> I64:
         pieces = [(np.array([part.ctypes.data - self._host_start]), part.nbytes) for part in parts]

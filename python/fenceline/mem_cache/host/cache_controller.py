@@ -161,13 +161,13 @@ class HiCacheController:
         stream, begin_s = self._device.load, time.perf_counter()
         tags = self._tags
         wait_for_pages(stream, after if tags is None else after.join(tags.retired_until))
-        begin = stream.record()
+        begin = end = stream.record()
         if self.host_states is not None and states:
             if loads_states(self._device):
                 self.host_states.to_device(stream, states)
-            ticket.state_points = Points.of(stream.record())
-        if not len(device_pages):
             end = stream.record()
+            ticket.state_points = Points.of(end)
+        if not len(device_pages):
             ticket.submit(Points.of(end))
             self._submitted(ticket, device_pages, begin, end, time.perf_counter() - begin_s, len(states))
             return
@@ -384,8 +384,8 @@ def host_sizes(
     config: EngineConfig, kv_pool: KVPool, layout: KVLayout, states: StatePool | None = None
 ) -> tuple[int, int]:
     """Numbers of pages, which have ``layout`` there, and of states on the host: as many as fit ``host_bytes``, divided
-    between them as the device's memory is, else --hicache-ratio times the device's. Raises ``ValueError`` if the device
-    has no snapshots."""
+    between them as the device's memory is, else --hicache-ratio times the device's, and one state at least. Raises
+    ``ValueError`` if the device has no snapshots."""
     assert config.hicache is not None
     num_pages, num_snapshots = kv_pool.num_pages - 1, 0
     if states is not None:
@@ -401,7 +401,7 @@ def host_sizes(
         ratio = config.hicache.host_bytes / (num_pages * layout.page_nbytes + num_snapshots * state_nbytes)
         if not num_snapshots:
             return config.hicache.host_bytes // layout.page_nbytes, 0
-    return int(num_pages * ratio), int(num_snapshots * ratio)
+    return int(num_pages * ratio), max(int(num_snapshots * ratio), int(num_snapshots > 0))
 
 
 def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:

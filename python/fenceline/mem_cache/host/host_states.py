@@ -21,8 +21,6 @@ class HostStates:
 
     def __init__(self, device: Device, states: StatePool, num_slots: int, room: int | None = None) -> None:
         """``room``: as in ``HostPool``. Raises ``ValueError`` with the remedy if there is not enough memory."""
-        if num_slots < 1:
-            raise ValueError("the host tier has room for no state: raise --hicache-size (GB) or --hicache-ratio")
         self.nbytes = states.carried.shape[1]  # of one slot
         self.description = states.description
         self.slots = LeasePool("host states", num_slots, reserved=0)
