@@ -63,10 +63,16 @@ class StateSnapshots:
 
     def fork(self, req: Req, match: MatchResult) -> int:
         """The last point of the grid up to which ``req`` and an earlier request have the same tokens, if no state is
-        kept there: one of its chunks ends there and leaves one, for all who begin as they do. Otherwise 0."""
-        if not self.grid:
+        kept there: one of its chunks ends there and leaves one, for all who begin as they do. Otherwise 0.
+
+        A prompt that ends at a point of the grid leaves a state too far on for itself, because a token has to be
+        computed. It is cut one block earlier for the other samples that wait for it, and for others from the third
+        request on: to cut each such prompt would be a step more for all whose length is a round number."""
+        if not self.grid or self._tree.disabled:
             return 0
         num_same = match.num_known // self.grid * self.grid
+        if req.samples is not None and req.num_tokens == len(req.prompt_ids) and req.num_tokens % self.grid == 0:
+            num_same = req.num_tokens - self.grid
         num_found = match.num_tokens + match.num_host_tokens
         return num_same if num_found < num_same < req.num_tokens // self.grid * self.grid else 0
 

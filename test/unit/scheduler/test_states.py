@@ -78,6 +78,18 @@ def test_a_shared_beginning_is_found_from_the_third_request_on() -> None:
     assert steps == [[41], [16], [25], [25], [25]]
 
 
+def test_a_prompt_that_ends_at_a_point_of_the_grid_finds_the_one_before() -> None:
+    """The other samples at once, another request from the third one on."""
+    driver = make_driver(num_snapshots=8, chunked_prefill_size=128)
+    reqs = [request(rid, _prompt(1, 40), body=1, max_new_tokens=2, ignore_eos=True) for rid in "ab"]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, *reqs)
+    assert [driver.answers[rid].last.cached_tokens for rid in "ab"] == [0, 32]
+    cached = [_cached(driver, request(f"r{n}", _prompt(2, 40), max_new_tokens=2)) for n in range(4)]
+    assert cached == [0, 0, 32, 32]
+
+
 def test_a_prompt_of_more_chunks_than_snapshots_keeps_its_last_states() -> None:
     driver = make_driver(num_snapshots=2, chunked_prefill_size=8)
     assert _cached(driver, request("a", _prompt(1, 60), max_new_tokens=1)) == 0
