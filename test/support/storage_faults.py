@@ -80,7 +80,7 @@ class FaultyBackend:
         stats = self.inner.stats()
         errors = Counter(stats.errors) + self._errors
         return dataclasses.replace(
-            stats, misses=stats.misses + self._misses, unwritten=stats.unwritten + self._unwritten, errors=dict(errors)
+            stats, misses=stats.misses + self._misses, unwritten=stats.unwritten + self._unwritten, errors=errors
         )
 
     def _start(self) -> None:

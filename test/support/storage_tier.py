@@ -20,7 +20,7 @@ from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
 from fenceline.mem_cache.storage.backend import PageParts, StorageBackend, StorageStats
 from fenceline.mem_cache.storage.controller import Ack, Done, StorageController, StorageLimits, apply
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.worker import I32, Prefetch
+from fenceline.mem_cache.storage.worker import I32, Prefetch, StoredStates
 from fenceline.memory_order import Device, Points, open_device
 
 NUM_PAGES = 32
@@ -209,12 +209,13 @@ def make_tier(
     num_workers: int = 2,
     limits: StorageLimits | None = None,
     device: Device | None = None,
+    states: StoredStates | None = None,
 ) -> Tier:
     """A tier on the CPU (or ``device``). The caller closes its controller."""
     _, pool = make_pools(open_device("cpu") if device is None else device, layout, SHAPE)
     assert pool.page_nbytes == PAGE
     clock = Clock()
-    controller = StorageController(pool.device, pool, backend, policy, timeout_s, num_workers, limits, clock)
+    controller = StorageController(pool.device, pool, backend, policy, timeout_s, num_workers, limits, clock, states)
     return Tier(pool, controller, clock)
 
 

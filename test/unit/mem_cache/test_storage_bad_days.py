@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 import storage_tier_process as process
+import torch
 from storage_cases import flip, path_of
 from storage_faults import FaultyBackend
 from storage_tier import (
@@ -18,6 +19,7 @@ from storage_tier import (
     PAGE,
     PATIENCE_S,
     TWO_PAGES,
+    DictBackend,
     Gate,
     Make,
     Tier,
@@ -28,12 +30,15 @@ from storage_tier import (
 )
 
 from fenceline.config.server_args import PrefetchPolicy
+from fenceline.config.state_layout import convolution
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.host_states import HostStates
 from fenceline.mem_cache.page_hash import PageKey
+from fenceline.mem_cache.state_pool import StatePool
 from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, StorageLimits, TimedOut, Written
-from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch
-from fenceline.memory_order import Points
+from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch, StoredStates
+from fenceline.memory_order import Points, open_device
 
 # --- pages that do not come --------------------------------------------------------------------------
 
@@ -112,6 +117,28 @@ def test_a_backend_that_raises_costs_a_miss(make: Make, tmp_path: Path) -> None:
     stats = tier.controller.stats()
     assert (stats.crashes, stats.written, stats.unwritten) == (3, 4, 4)
     assert stats.errors == {"crash": 3}
+
+
+def test_a_backend_that_raises_at_states_costs_a_miss(make: Make, tmp_path: Path) -> None:
+    pool = StatePool(1, 1, [convolution(4, 3, "float32")], torch.device("cpu"))
+    states = HostStates(open_device("cpu"), pool, 2)
+    backend = Crashing(DictBackend(states.nbytes))
+    tier = make(file_backend(tmp_path), states=StoredStates(states, backend))
+    states.buffer[0] = 7
+    for num_crashes, call in enumerate(("set", "exists", "get", ""), 1):
+        backend.call, pages = call, tier.lease(4)
+        tier.fill(pages, KEYS[:4])
+        tier.controller.write(KEYS[:4], pages, Points.none(), 0, state=0)
+        tier.settle()
+        op = Prefetch(num_crashes, KEYS[:4], ends=[2, 4])
+        tier.controller.query(op)
+        tier.until(lambda op=op: op.num_found > 0 or op.over)  # type: ignore[misc]
+        if not op.over:
+            tier.controller.fetch(op, tier.lease(4), Points.none(), 1)
+        assert tier.finish(op) == (0 if call else 4)
+        assert tier.controller.stats().crashes == min(num_crashes, 3)
+        tier.retire(pages)
+    assert torch.equal(states.buffer[1], states.buffer[0])
 
 
 def test_the_error_of_a_worker_is_raised_here(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

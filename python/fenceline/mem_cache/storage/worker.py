@@ -134,10 +134,13 @@ Job = WriteJob | QueryJob | FetchJob | ClearJob
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that a batch took in the backend, and whether the backend raised."""
+    """Seconds that a batch took in the backend, and in how many of its calls the backend raised."""
 
     seconds: float = 0.0
-    crashed: bool = False
+    crashed: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.crashed + other.crashed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,7 @@ class StorageWorker:
             case ClearJob():
                 num_pages, cost = self._call(self._backend.clear, 0)
                 if self._states is not None:
-                    self._call(self._states.backend.clear, 0)
+                    cost += self._call(self._states.backend.clear, 0)[1]
                 self._events.put(Cleared(num_pages, cost))
 
     def _write(self, job: WriteJob) -> None:
@@ -286,7 +289,7 @@ class StorageWorker:
             # A prefix ends before the first page that is not stored, so later pages would never be read.
             last = rest == 0 or not all(stored)
             if self._states is not None and job.state is not None and rest == 0 and all(stored):
-                self._call(partial(self._states.set, job.keys[-1], job.state), False)
+                cost += self._call(partial(self._states.set, job.keys[-1], job.state), False)[1]
             given_up = rest if last else 0
             self._events.put(Wrote(job.handle, len(keys) + given_up, sum(stored), total, last, cost))
             if last:
@@ -299,31 +302,33 @@ class StorageWorker:
         found, cost = self._call(partial(self._backend.exists, job.op.keys), _NOTHING)
         num_pages = num_leading(found)
         if self._states is not None:
-            num_pages, _ = self._call(partial(self._states.last_end, job.op, num_pages), 0)
+            num_pages, of_states = self._call(partial(self._states.last_end, job.op, num_pages), 0)
+            cost += of_states
         self._events.put(Asked(job.op, num_pages, cost))
 
     def _fetch(self, job: FetchJob) -> None:
-        op, rest = job.op, len(job.keys)
+        op, rest, of_state = job.op, len(job.keys), Cost()
         self._events.put(Began(op))
         if not op.cancelled:
             self._wait(job.after)
             if self._states is not None and job.state is not None:
-                there, cost = self._call(partial(self._states.get, job.keys[-1], job.state), False)
+                there, of_state = self._call(partial(self._states.get, job.keys[-1], job.state), False)
                 if not there:
-                    self._events.put(Read(op, 0, True, True, cost))
+                    self._events.put(Read(op, 0, True, True, of_state))
                     return
         for batch in self._batches(len(job.keys)):
             if self._stop.is_set:
                 return
             if op.cancelled:
-                self._events.put(Read(op, 0, False, True, Cost()))
+                self._events.put(Read(op, 0, False, True, of_state))
                 return
             keys, parts = job.keys[batch], self._parts(job.host_pages[batch], True)
             found, cost = self._call(partial(self._backend.get, keys, parts), _NOTHING)
             num_pages = num_leading(found)
             rest -= num_pages
             short = num_pages < len(keys)
-            self._events.put(Read(op, num_pages, short, short or rest == 0, cost))
+            self._events.put(Read(op, num_pages, short, short or rest == 0, cost + of_state))
+            of_state = Cost()
             if short:
                 return
 
@@ -349,9 +354,9 @@ class StorageWorker:
         treated as missing. Also its cost."""
         started = time.perf_counter()
         try:
-            answer, crashed = call(), False
+            answer, crashed = call(), 0
         except Exception:
-            answer, crashed = otherwise, True
+            answer, crashed = otherwise, 1
             if not self._has_crashed:  # the others are only counted
                 logger.exception("The storage backend raised an error; pages that it does not return are computed")
             self._has_crashed = True
