@@ -171,6 +171,8 @@ class ModelRunner:
             sizes["states"] = self.states.nbytes
         if self.hicache is not None:
             sizes["host_kv_cache"] = self.hicache.host_pool.nbytes
+            if self.hicache.host_states is not None:
+                sizes["host_states"] = self.hicache.host_states.buffer.nbytes
         return sizes
 
     @property
