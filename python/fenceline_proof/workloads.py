@@ -262,14 +262,14 @@ def _states(random: Random) -> Scenario:
         ratio, policy = random.choice((1.0, 2.0, 4.0)), random.choice(("recompute", "offload"))
         tiers = tier_flags(random, hicache_ratio=ratio, page_size=flags.get("page_size", 1), retract_policy=policy)
         # States are taken from the device before their pages.
-        flags["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + random.choice((1, 1, 2))
+        num_snapshots = random.choice((1, 1, 2))
+        flags["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + num_snapshots
         if random.random() < 0.3:  # prefixes that only storage still has
             kinds = [one.make for one in HICACHE_WORKLOADS if one.name in ("namespaces", "fetched")]
             scenario = random.choice(kinds)(random)
-            more = "model", "max_mamba_cache_size"
-            tiers = {**scenario.flags, **{name: flags[name] for name in more}}
-            tiers |= {"hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_size": 1.0}
-            return replace(scenario, flags=tiers)
+            tiers = {"hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_size": 1.0}
+            most = int(str(scenario.flags["max_running_requests"])) + num_snapshots
+            return replace(scenario, flags={**scenario.flags, **tiers, "model": "states", "max_mamba_cache_size": most})
     return replace(scenario, flags={**flags, **between, **tiers, **drafts})
 
 
