@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from recurrence_cases import KINDS, LARGE, UNDONE, Kind, check_steps
+from recurrence_cases import KINDS, LARGE, UNDONE, Kind, check_steps, empty_states
 
 from fenceline.layers.kernels import recurrence as reference
 from fenceline.layers.kernels.triton import recurrence as kernels
-from fenceline.layers.recurrent_state import LayerState, StateRows, empty_states
+from fenceline.layers.recurrent_state import LayerState, StateRows
 
 pytestmark = pytest.mark.gpu
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from recurrence_cases import empty_states
 
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
@@ -17,7 +18,7 @@ from fenceline.layers.attention.backends import AttentionSetting, make_attention
 from fenceline.layers.attention.base import plan_extend
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, AuxHiddenStates, ForwardBatch, ForwardMode
-from fenceline.layers.recurrent_state import StateRows, StateStep, empty_states
+from fenceline.layers.recurrent_state import StateRows, StateStep
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order.device import CpuDevice
 from fenceline.models.decoder import CausalLM

@@ -13,10 +13,26 @@ import torch.nn.functional as F
 from fenceline.config import state_layout
 from fenceline.config.state_layout import GRID, StateSpec
 from fenceline.layers.kernels import recurrence as kernels
-from fenceline.layers.recurrent_state import LayerState, StateRows, empty_states
+from fenceline.layers.recurrent_state import LayerState, StateRows
 
 TAPS = 4
 UNDONE = 24  # most tokens of a step that may be undone
+
+
+def empty_states(
+    specs: Sequence[StateSpec], num_slots: int, most_undone: int = 0, fill: float = float("nan")
+) -> list[LayerState]:
+    """States of layers on the default device, all ``fill``. Slot 0 is the sink."""
+    return [
+        {row.name: torch.full((num_slots, *row.shape), fill, dtype=getattr(torch, row.dtype)) for row in spec.carried}
+        | {
+            kept.row.name: torch.full(
+                (num_slots, kept.length(most_undone), *kept.row.shape), fill, dtype=getattr(torch, kept.row.dtype)
+            )
+            for kept in spec.kept
+        }
+        for spec in specs
+    ]
 
 
 @dataclass(frozen=True)

@@ -16,27 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.config.state_layout import GRID, StateSpec
+from fenceline.config.state_layout import GRID
 
 LayerState = Mapping[str, torch.Tensor]
 """A layer's tensors at fixed addresses by the names of its StateSpec: ``carried`` [slots, *shape] and ``kept`` [slots,
 length, *shape]. A slot's part is contiguous."""
-
-
-def empty_states(
-    specs: Sequence[StateSpec], num_slots: int, most_undone: int = 0, fill: float = float("nan")
-) -> list[LayerState]:
-    """States of layers on the default device, all ``fill``. Slot 0 is the sink."""
-    return [
-        {row.name: torch.full((num_slots, *row.shape), fill, dtype=getattr(torch, row.dtype)) for row in spec.carried}
-        | {
-            kept.row.name: torch.full(
-                (num_slots, kept.length(most_undone), *kept.row.shape), fill, dtype=getattr(torch, kept.row.dtype)
-            )
-            for kept in spec.kept
-        }
-        for spec in specs
-    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrence_cases import KINDS, UNDONE, Kind, alone, step, token_by_token
+from recurrence_cases import KINDS, UNDONE, Kind, alone, empty_states, step, token_by_token
 
 from fenceline.config.state_layout import GRID
 from fenceline.layers.kernels.recurrence import DeltaGates, MambaGates, delta_inputs, gated_norm, mamba_inputs
-from fenceline.layers.recurrent_state import StateRows, empty_states
+from fenceline.layers.recurrent_state import StateRows
 
 
 @pytest.mark.parametrize("kind", KINDS)
