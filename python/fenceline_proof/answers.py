@@ -51,7 +51,6 @@ class Exchange:
 
     @property
     def tokens(self) -> list[int]:
-        """All output tokens so far."""
         return [token for out in self.outs for token in out.output_ids]
 
 
@@ -81,8 +80,6 @@ class Setting:
 
 
 class Transcript:
-    """The messages to and from the scheduler."""
-
     def __init__(self, setting: Setting) -> None:
         self.exchanges: dict[str, Exchange] = {}
         self._wrong: list[str] = []
@@ -96,7 +93,6 @@ class Transcript:
         self._quiet = self._paused
 
     def received(self, message: Message) -> None:
-        """Record ``message``, which the scheduler gets next."""
         match message:
             case TokenizedGenerateReq():
                 seed = message.sampling_params.seed
@@ -131,7 +127,6 @@ class Transcript:
         return [exchange for exchange in exchanges if not exchange.ended]
 
     def sent(self, out: TokenOut) -> None:
-        """The scheduler has sent an output."""
         exchange = self.exchanges.get(out.rid)
         if exchange is None or exchange.ended:
             self._wrong.append(f"{out.rid} has an output {'after its end' if exchange else 'without a request'}")
@@ -146,7 +141,6 @@ class Transcript:
         exchange.ended = out.finish_reason is not None
 
     def compare(self, oracle: Oracle) -> Findings:
-        """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
         for rid, exchange in self.exchanges.items():
             comparison = _Comparison(exchange, oracle, self._setting)
@@ -161,8 +155,6 @@ class Transcript:
 
 
 class _Comparison:
-    """The comparison of one request."""
-
     def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
         params, prompt = exchange.request.sampling_params, exchange.request.input_ids
         self.num_tokens = self.num_close = 0

@@ -69,7 +69,6 @@ class Arm:
 
     @property
     def kind(self) -> str:
-        """ "edge" or "guard"."""
         return "edge" if edge_of(self.name) in EDGES else "guard"
 
     @property

@@ -68,12 +68,10 @@ class _Tally:
             self.intact.append(outcome)
 
     def of(self, arm: Arm) -> Sequence[Outcome]:
-        """The arm's runs so far."""
         return self.by_arm.get((arm.severs, arm.workload), ())
 
     @property
     def num_everything(self) -> int:
-        """Runs of the workload with everything."""
         return sum(outcome.trial.workload == EVERYTHING.name for outcome in self.intact)
 
     def events(self) -> Counter[str]:
@@ -83,7 +81,6 @@ class _Tally:
 
 
 def carry_out(plan: Plan) -> Proof:
-    """Make the runs and judge them."""
     started = time.monotonic()
     tally, proof = _Tally(), Proof()
     intact = islice(_intact_trials(plan), plan.num_intact)
@@ -218,7 +215,6 @@ def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
 
 
 def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
-    """Outcomes as they come."""
     if plan.jobs == 1:
         yield from map(run, trials)
         return

@@ -42,7 +42,6 @@ class Program(NamedTuple):
 
 
 def make_program(random: Random) -> Program:
-    """A function of the seed."""
     sizes = (_SMALL, _LARGE)
     # The first one has a large sum, whose addresses must be exchanged.
     graphs = ((_LARGE, random.choice(sizes)), tuple(random.choices(sizes, k=random.randint(1, 2))))
@@ -93,7 +92,6 @@ class Ranks:
                 self.wanted.append(torch.cat(inputs) if act.kind == "gather" else in_order(inputs))
 
     def _meet(self, rank: int) -> None:
-        """Wait until all ranks have arrived here."""
         self._met[rank] += 1
         mine = self._met[rank]
         self.gpu.rotation.block_until(lambda: min(self._met) >= mine, "the other ranks")

@@ -184,7 +184,6 @@ class Watch:
             around(device.gpu, "graph", after=lambda graph, *args: self._graphs.append(graph))
 
     def note(self, event: str, happened: object = True) -> None:
-        """Record ``event`` if ``happened`` is true."""
         assert event in EVENTS, f"{event!r} is not in the list"
         if happened:
             self.seen.add(event)

@@ -31,7 +31,6 @@ def tier_flags(random: Random, **flags: Flag) -> Flags:
 
 
 def _conversations(random: Random) -> Scenario:
-    """More conversations than both tiers hold, of several turns each; some end early, some are evicted."""
     script = Script(random)
     for index in range(4):
         rid = script.add(index * random.randint(0, 3), script.prompt(6, 14), random.randint(2, 6))
@@ -50,13 +49,11 @@ def _conversations(random: Random) -> Scenario:
 
 
 def _fp8(random: Random) -> Scenario:
-    """Conversations whose keys and values are kept in FP8 on all tiers, in some runs computed in pieces."""
     scenario, between = _conversations(random), PIECES if random.random() < 0.5 else {}
     return replace(scenario, flags={**scenario.flags, **between, "kv_cache_dtype": "fp8_e4m3"})
 
 
 def _spill(random: Random) -> Scenario:
-    """write_back: pages are copied to the host when they are leased to another request."""
     script = Script(random)
     families = [script.prompt(9, 17) for _ in range(4)]
     for turn in range(7):
@@ -82,7 +79,6 @@ def _queued(random: Random) -> Scenario:
 
 
 def _offload(random: Random) -> Scenario:
-    """F1: running requests are offloaded, including the page that the step in flight writes, and loaded again."""
     script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
@@ -97,7 +93,6 @@ def _offload(random: Random) -> Scenario:
 
 
 def _namespaces(random: Random) -> Scenario:
-    """The same prompts in several namespaces on all three tiers; requests of higher priority preempt others."""
     script = Script(random)
     family = script.prompt(13, 17)
     for turn in range(8):
@@ -279,7 +274,6 @@ def _overwritten(random: Random) -> Scenario:
 
 
 def _persistent(random: Random) -> Scenario:
-    """F2: backups by SMs, and persistent attention."""
     script = Script(random)
     for index in range(5):
         script.add(2 * index, script.prompt(4, 12), random.randint(2, 5))

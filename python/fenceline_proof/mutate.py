@@ -75,7 +75,6 @@ class Result:
 
     @property
     def killed(self) -> bool:
-        """Whether a check failed."""
         return self.state in (KILLED, CRASHED)
 
     @property
@@ -141,7 +140,6 @@ def _begin_tracing() -> None:
 
 
 def _shares() -> dict[str, int]:
-    """Each workload's share of the proof's runs."""
     from fenceline_proof.workloads import WORKLOADS
 
     return {name: workload.share for name, workload in WORKLOADS.items()}
@@ -295,7 +293,6 @@ def _run_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
 
 
 def _line(mutant: Mutant, state: str, **more: object) -> str:
-    """A result as a line of the results' file."""
     fields = {name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "old", "text", "function")}
     return json.dumps(asdict(Result(**fields, state=state, **more))) + "\n"  # type: ignore[arg-type]
 
@@ -373,7 +370,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runs(args: argparse.Namespace) -> Callable[[Mutant], Iterator[tuple[str, int]]]:
-    """The runs to make for a mutant."""
     if args.workload:
         return lambda mutant: ((name, seed) for seed in count() for name in args.workload)
     traced = trace_runs(args.trace_seeds, args.jobs)

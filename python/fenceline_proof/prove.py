@@ -49,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     prepare()

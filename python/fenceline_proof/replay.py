@@ -113,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.seeds < 1 or (args.last is not None and args.last < 1):

@@ -48,7 +48,6 @@ ANSWERS = "answers"  # differ from those of each request alone
 
 
 def policy_of(seed: int, policies: tuple[str, ...] = _POLICIES) -> str:
-    """The name of a seed's policy."""
     return policies[seed % len(policies)]
 
 
@@ -64,16 +63,13 @@ class Trial:
 
     @property
     def scenarios(self) -> Workload:
-        """The workload that makes its scenario."""
         return WORKLOADS.get(self.workload) or SMALL_WORKLOADS[self.workload]
 
     @property
     def policy(self) -> str:
-        """The name of the seed's policy."""
         return policy_of(self.seed, self.scenarios.policies or _POLICIES)
 
     def make_policy(self) -> Policy:
-        """The schedule's."""
         return make_policy(self.policy, self.seed) if self.answers is None else Answering(self.answers)
 
     @property
@@ -109,7 +105,6 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Whether no check failed."""
         return not self.checker
 
 
@@ -142,7 +137,6 @@ def run(trial: Trial) -> Outcome:
 
 
 def _run_devices(trial: Trial, policy: Policy) -> Outcome:
-    """A run of several ranks."""
     random = Random(trial.seed)
     program = make_program(random) if trial.workload == COLLECTIVES else None
     num_ranks = NUM_RANKS if program is None else program.num_ranks

@@ -89,8 +89,6 @@ class Workload:
 
 @dataclass(slots=True)
 class Script:
-    """Builds a scenario's arrivals."""
-
     random: Random
     arrivals: list[Arrival] = field(default_factory=list)
     follow_ups: dict[str, FollowUp] = field(default_factory=dict)
@@ -131,7 +129,6 @@ class Script:
         return TokenizedGenerateReq(rid=rid, input_ids=id_array(prompt), sampling_params=params, **outer)
 
     def send(self, step: int, message: Message) -> None:
-        """``message`` arrives at ``step``."""
         self.arrivals.append(Arrival(step, message))
 
     def empty(self, step: int, wait: bool = False) -> None:

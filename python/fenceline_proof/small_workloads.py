@@ -20,7 +20,6 @@ _TIERS: Flags = {
 
 
 def _pair(random: Random) -> Scenario:
-    """Two prompts in chunks, then both decode in a graph."""
     script = Script(random)
     for step in range(2):
         script.add(step, script.prompt(9, 9), 3, ignore_eos=True)
@@ -28,7 +27,6 @@ def _pair(random: Random) -> Scenario:
 
 
 def _row(random: Random) -> Scenario:
-    """Four requests one after the other in one row; the second is aborted."""
     script = Script(random)
     rids = [script.add(0, script.prompt(5, 5), 2, ignore_eos=True) for _ in range(4)]
     script.send(5, AbortReq(rid=rids[1]))
@@ -36,7 +34,6 @@ def _row(random: Random) -> Scenario:
 
 
 def _twins(random: Random) -> Scenario:
-    """The same prompt four times, twice at once; one of them is aborted, and memory is short."""
     script = Script(random)
     prompt = script.prompt(5, 5)
     rids = [script.add(step, prompt, 5, ignore_eos=True) for step in (0, 0, 2, 3)]
@@ -45,7 +42,6 @@ def _twins(random: Random) -> Scenario:
 
 
 def _back(random: Random) -> Scenario:
-    """A prompt is evicted to the host, and loaded for a request that is aborted at once, and for another."""
     script = Script(random)
     family = script.prompt(7, 7)
     script.add(0, family, 1)
@@ -57,7 +53,6 @@ def _back(random: Random) -> Scenario:
 
 
 def _spilled(random: Random) -> Scenario:
-    """Four prompts that alternate between the device and a host tier for one prompt."""
     script = Script(random)
     first, second = script.prompt(7, 7), script.prompt(7, 7)
     for prompt in (first, second, first, second):

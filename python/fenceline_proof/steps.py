@@ -102,7 +102,6 @@ def make_config(flags: Flags, device: str) -> EngineConfig:
 
 
 def setting_of(scheduler: Scheduler) -> Setting:
-    """What the answers of ``scheduler`` depend on."""
     config = scheduler.config
     # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
     num_slots = scheduler.memory.num_pages * scheduler.memory.page_size - scheduler.running.largest.num_slots + 1
@@ -265,11 +264,9 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to do."""
         return bool(self._arrivals or self._flight is not None or self.scheduler.reqs)
 
     def step(self) -> None:
-        """One step of the scheduler's loop."""
         with self._explained():
             assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
             self._flight = self.scheduler.step(self._flight)
@@ -309,7 +306,6 @@ class Loop:
             self._tags.audit()
 
     def compare_answers(self) -> Findings:
-        """Compare all answers with those of each request alone."""
         config = self.scheduler.config
         rounds_kv = config.server_args.kv_cache_dtype != "auto"
         return self.transcript.compare(_oracle(config.model.model_path, rounds_kv))

@@ -19,8 +19,6 @@ from fenceline_sim.pairs import Pair
 
 @dataclass(slots=True)
 class Proof:
-    """Everything a run of the proof has found."""
-
     rows: list[Row] = field(default_factory=list)
     num_intact: int = 0
     num_tokens: int = 0  # of the intact engine, compared with the oracle's
@@ -60,7 +58,6 @@ class Proof:
 
 
 def as_text(proof: Proof) -> str:
-    """The table."""
     lines = []
     if proof.rows:
         head = ("name", "kind", "status", "workload", "seed", "caught", "caught by")
@@ -101,7 +98,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def as_json(proof: Proof) -> dict[str, object]:
-    """The object that ``--json`` writes."""
     return {
         "clean": proof.clean,
         "edges": [{**asdict(row), "seeds_caught": row.num_caught, "seeds_run": row.num_runs} for row in proof.rows],

@@ -87,7 +87,6 @@ def _aborts(random: Random) -> Scenario:
 
 
 def _retraction(random: Random) -> Scenario:
-    """Requests that ask for more memory than there is, together or alone."""
     script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
@@ -165,7 +164,6 @@ def _staging(random: Random) -> Scenario:
 
 
 def _growth(random: Random) -> Scenario:
-    """Uploads and results larger than the rings' first slots, with steps in flight before and after."""
     script = Script(random)
     script.add(0, script.prompt(2, 4), 5)
     long = script.prompt(2600, 2700)
@@ -176,7 +174,6 @@ def _growth(random: Random) -> Scenario:
 
 
 def _graphs(random: Random) -> Scenario:
-    """Decode batches of every size in padded graphs, and one size that is beyond them all."""
     script = Script(random)
     for index in range(6):
         script.add(index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options())
@@ -184,7 +181,6 @@ def _graphs(random: Random) -> Scenario:
 
 
 def _buckets(random: Random) -> Scenario:
-    """F11: batches of one to five requests, which need no filters or penalties, and graphs of one to three."""
     script = Script(random)
     for index in range(6):
         start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
@@ -193,7 +189,6 @@ def _buckets(random: Random) -> Scenario:
 
 
 def _outputs(random: Random) -> Scenario:
-    """F8: every decode step is a replay, whose next tokens are copied to the host from the graph's outputs."""
     script = Script(random)
     for index in range(4):
         options = {"temperature": 1.0, "ignore_eos": True}
@@ -224,7 +219,6 @@ def _attention(backend: str) -> Callable[[Random], Scenario]:
 
 
 def _experts(random: Random) -> Scenario:
-    """The tokens of a step meet in the experts, among them padded ones of graphs."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
     return replace(scenario, flags={**scenario.flags, "model": "experts"})
 

@@ -46,7 +46,6 @@ class Prefixes:
         return self._marked.get(number, (number, ""))
 
     def length(self, prefix: int) -> int:
-        """Its number of tokens."""
         return self._ends[prefix][0]
 
     def describe(self, prefix: int) -> str:

@@ -152,17 +152,14 @@ class Watch:
 
     @property
     def fill(self) -> Fill:
-        """The latest."""
         return self._fills[-1]
 
     def note_write(self, op: Operation, access: Access) -> None:
-        """``op`` writes there now."""
         units = units_of(access.layout, rows_of(access), self._unit)
         self._seqs[units] = op.seq
         self._writers[units] = op.agent, op.index
 
     def check_read(self, op: Operation, access: Access) -> CheckError | None:
-        """The error if reading there now is wrong."""
         position = bisect_left(self._fills, op.seq, key=lambda fill: fill.seq)
         if position == 0:
             return None
@@ -222,7 +219,6 @@ def _out_of_bounds(op: Operation, bound: Bound, values: Rows, writer: Operation 
 
 
 def _protected_write(op: Operation, tag: Tag, guard: str, graph: str) -> ProtectionError:
-    """``op``, captured in ``graph``, writes to ``tag``'s memory, which ``guard`` should keep graphs from."""
     text = (
         f"protection: no graph may write {tag}, and every replay of {graph} does\n  captured: {op.label} at {op.place}"
     )
@@ -230,7 +226,6 @@ def _protected_write(op: Operation, tag: Tag, guard: str, graph: str) -> Protect
 
 
 def _outlived(tag: Tag, watch: Watch, generation: int, place: Place) -> GenerationError:
-    """The error of using, at ``place``, a view of ``tag``'s memory that was leased for an earlier ``generation``."""
     fill = watch.fill
     lines = [
         f"generation: {tag}, leased in generation {generation}, is used in generation {watch.generation}",

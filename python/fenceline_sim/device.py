@@ -79,8 +79,6 @@ class VgpuStream(Stream):
 
 
 class VgpuGraph(Graph):
-    """A virtual graph."""
-
     def __init__(self, name: str, pool: GraphPool, stream: VgpuStream) -> None:
         super().__init__(name, pool)
         self._stream = stream
@@ -136,7 +134,6 @@ class Declared:
 
 
 def _numbers(memory: Memory, rows: Rows | None) -> frozenset[int]:
-    """The rows of ``memory`` that ``rows`` names."""
     return frozenset(range(memory.num_rows) if rows is None else np.asarray(rows).tolist())
 
 

@@ -33,7 +33,6 @@ def use(gpu: VirtualGpu) -> torch.device:
 
 
 def install() -> torch.device:
-    """Register the device with torch."""
     return backend.install(
         {
             "empty.memory_format": _empty,

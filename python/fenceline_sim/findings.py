@@ -23,12 +23,10 @@ class Findings:
         self._look_ahead = look_ahead
 
     def raise_again(self) -> None:
-        """Raise the failure that there was, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def add_races(self, races: Sequence[RaceError]) -> None:
-        """Add races that the detector has found at an operation."""
         if races and not self._collect:
             self._raise_first([*races, *self._look_ahead()])
         if races:

@@ -86,7 +86,6 @@ class VirtualGpu:
 
     @property
     def thread(self) -> HostThread:
-        """The calling thread."""
         return self.rotation.agent
 
     def spawn(self, name: str, run: Callable[[], None], device: int | None = None) -> Worker:
@@ -97,7 +96,6 @@ class VirtualGpu:
         return Worker(self.rotation, agent, run)
 
     def channel(self) -> Channel[T]:
-        """A queue between threads of the host."""
         return Channel(self.rotation, self.findings)
 
     def on(self, stream: VirtualStream) -> AbstractContextManager[None]:
@@ -106,7 +104,6 @@ class VirtualGpu:
 
     @property
     def capturing(self) -> Capture | None:
-        """The capture in progress on the calling thread's device."""
         return self._capturing.get(self.thread.device)
 
     # --- memory --------------------------------------------------------------------------------------
@@ -170,7 +167,6 @@ class VirtualGpu:
 
     @property
     def races(self) -> list[RaceError]:
-        """The races found so far."""
         return self.findings.races
 
     def _moment(self) -> int:
@@ -280,14 +276,12 @@ class VirtualGpu:
     # --- the host ------------------------------------------------------------------------------------
 
     def synchronize(self, op: Operation) -> None:
-        """Block the calling thread until ``op`` has run."""
         self.collect_released()
         self.forbid_in_capture("making the host wait")
         self._run_until(op)
         self.thread.order_after(op.passed)
 
     def synchronize_all(self) -> None:
-        """Block the calling thread until every stream of its device is empty."""
         device = self.thread.device
         for mark in [self.record(stream) for stream in self.streams if stream.device == device]:
             self.synchronize(mark)
@@ -460,7 +454,6 @@ class Allocation:
 
 @contextmanager
 def _holding(thread: HostThread, name: str, value: object) -> Iterator[None]:
-    """Inside, the attribute ``name`` of ``thread`` is ``value``."""
     before = getattr(thread, name)
     setattr(thread, name, value)
     try:

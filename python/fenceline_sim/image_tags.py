@@ -91,7 +91,6 @@ class StepImages:
             yield None if found is None else (f"token {place} of {seq.account.name}", found)
 
     def ran(self, op: Operation, access: Access, writes: bool) -> None:
-        """``op`` has accessed memory."""
         images = self._images
         if access.tag is images._pool and writes:
             assert access.rows is not None, "the pool is written by rows"

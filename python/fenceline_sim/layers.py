@@ -280,8 +280,6 @@ def _added(
 
 
 def launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
-    """The context of layers on the virtual GPU."""
-
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return LaunchedDenseWeight(out_features, in_features, dtype)
 

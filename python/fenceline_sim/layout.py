@@ -76,7 +76,6 @@ _layouts: dict[tuple[Form, int], Layout] = {}
 
 
 def form_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Form:
-    """The one Form with these values."""
     key = (shape, stride, dtype)
     form = _forms.get(key)
     if form is None:
@@ -85,7 +84,6 @@ def form_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype)
 
 
 def layout_at(form: Form, offset: int) -> Layout:
-    """The one Layout of ``form`` at ``offset`` elements."""
     key = (form, offset)
     layout = _layouts.get(key)
     if layout is None:
@@ -94,13 +92,11 @@ def layout_at(form: Form, offset: int) -> Layout:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The Layout of a plain tensor."""
     form = form_of(tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return layout_at(form, int(tensor.storage_offset()))
 
 
 def contiguous_form(shape: tuple[int, ...], dtype: torch.dtype) -> Form:
-    """The Form of a fresh row-major tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

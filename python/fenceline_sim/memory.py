@@ -50,7 +50,6 @@ class Region:
         self._halves.fill(_POISON)
 
     def view(self, layout: Layout) -> torch.Tensor:
-        """The memory as a plain tensor of that layout."""
         tensor = self._views.get(layout)
         if tensor is None:
             with torch.inference_mode(False):
@@ -157,7 +156,6 @@ class Pool:
         return Region(self._num_regions, capacity)
 
     def put(self, pool: str, region: Region) -> None:
-        """Give memory back to its pool."""
         self._free.setdefault((pool, region.capacity), []).append(region)
 
 
@@ -179,5 +177,4 @@ class PinnedMemory:
 
 
 def whole(tag: Tag) -> Access:
-    """All bytes of a region."""
     return Access(tag, tag.region.whole)

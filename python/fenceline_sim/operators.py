@@ -33,8 +33,6 @@ _REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::record_str
 
 
 class Kind(Enum):
-    """How an operator is run."""
-
     COMPOSITE = "composite"
     VIEW = "view"
     KERNEL = "kernel"

@@ -150,14 +150,12 @@ class Leases:
             lease.users[stream.number] = user
 
     def _too_soon(self, page: int, former: User, user: User) -> OwnershipError:
-        """``user`` has not waited for ``former``, who had ``page`` before."""
         waiter = user.stream.name
         text = f"{user.who} uses it on {waiter}, which has not waited for {former.who} on {former.stream.name}"
         lines = f"submitted at {user.place}", f"used before at {former.place}"
         return self._unordered(page, text, {waiter}, former, lines, user.place)
 
     def _too_early(self, page: int, user: User, after: Points) -> OwnershipError:
-        """``page`` has been retired with Points that are not after ``user``."""
         waiters, place = {point.stream.name.value for point in after}, here()
         text = f"is retired with Points {[*after]}, and {user.who} on {user.stream.name} may still use it"
         lines = f"submitted at {user.place}", f"retired at {place}"

@@ -36,8 +36,6 @@ class Pair(NamedTuple):
 
 
 class PairsMet:
-    """Collects the pairs of a run."""
-
     def __init__(self) -> None:
         self.found: set[Pair] = set()
 

@@ -284,7 +284,6 @@ class _Running:
         self.received: Clock = ()  # what happened before the launches whose words this one has received
 
     def words(self, vector: int) -> list[slice]:
-        """The bytes of each word of a vector of the message."""
         size = min(self.vector, self.x.numel() - vector * self.vector) * self.x.element_size()
         return self.mine.group.grain.words(size)
 
@@ -428,7 +427,6 @@ class _Spin:
 
     @property
     def _refreshed(self) -> int | None:
-        """The vector whose words the launch refreshes."""
         grain = self._mine.group.grain
         return self.held.running.shape.refreshed(self.held.number, grain.capacity, grain.refresh_every)
 
@@ -444,7 +442,6 @@ class _Spin:
     # --- running --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """What the step does, on the memory that it has said to access."""
         mine, held, step = self._mine, self.held, self.step
         running, group, number = held.running, mine.group, held.number
         vectors, key, own = held.vectors, (step.peer, step.vector), (mine.rank, step.vector)
@@ -489,7 +486,6 @@ class _Spin:
 
     @property
     def _nbytes(self) -> int:
-        """Of the step's vector."""
         return self.held.running.words(self.step.vector)[-1].stop
 
     def ran(self, op: Operation) -> None:

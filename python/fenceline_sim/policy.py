@@ -135,7 +135,6 @@ POLICIES = tuple(_MAKERS)
 
 
 def make_policy(name: str, seed: int) -> Policy:
-    """The policy called ``name``, one of ``POLICIES``."""
     if name not in _MAKERS:
         raise ValueError(f"unknown policy {name!r}: use one of {', '.join(POLICIES)}")
     return _MAKERS[name](seed)

@@ -36,7 +36,6 @@ class Conflict:
 
     @property
     def hazard(self) -> Hazard:
-        """The kind of hazard that the missing order would prevent."""
         if self.tag.is_exclusive:
             return Hazard.EXCLUSIVE
         (_, first_writes), (_, second_writes) = self.in_program_order
@@ -44,7 +43,6 @@ class Conflict:
 
     @property
     def edges(self) -> list[Edge]:
-        """Declared edges that would order the two."""
         (first, _), (second, _) = self.in_program_order
         if self.tag.guards:
             return []
@@ -64,7 +62,6 @@ class Conflict:
 
 
 def race_error(conflict: Conflict) -> RaceError:
-    """The report of a conflict."""
     (first, first_writes), (second, second_writes) = conflict.in_program_order
     edges = conflict.edges
     guards = conflict.tag.guards.get(conflict.hazard, ())
@@ -80,7 +77,6 @@ def race_error(conflict: Conflict) -> RaceError:
 
 
 def _missing(conflict: Conflict, guards: tuple[str, ...]) -> str:
-    """What would have ordered the two."""
     (first, _), (second, _) = conflict.in_program_order
     if guards:
         return f"nothing orders them; missing guard: {' or '.join(guards)}"

@@ -54,7 +54,6 @@ class Shadow:
         self._writes: npt.NDArray[np.int32] | None = None
 
     def note(self, agent: int, index: int, write: bool, layout: Layout, rows: Rows | None, unit: int) -> None:
-        """Remember an access."""
         (self.last_writes if write else self.last_reads)[agent] = index
         if rows is not None:
             self._rows.append((agent, index, write, layout, rows))

@@ -68,7 +68,6 @@ class SpeculativeStep(Step):
         return row
 
     def _tokens(self, index: int) -> list[int]:
-        """The tokens of the step."""
         count, is_tree = int(_values(self._arena["counts"])[index]), self._topk > 1
         name = "path_tokens" if is_tree else "drawn"
         return self._row(name, index, self._shape.num_tokens if is_tree else self._num_rows)[:count]
@@ -168,7 +167,6 @@ class SpeculativeStep(Step):
             memory.write(np.array([slot]), tag, op)
 
     def _is_missing(self, memory: SlotMemory, slot: int) -> bool:
-        """Whether the draft has no row there."""
         end = int(memory.held[slot]) // self._tags.num_parts
         return self._tags.prefixes.mark(end)[1] == HOLE
 
@@ -318,15 +316,12 @@ class SpeculativeStep(Step):
 
 
 def _values(memory: tuple[Tag, Layout]) -> I64:
-    """The present contents."""
     tag, layout = memory
     values: I64 = tag.region.view(layout).numpy()
     return values
 
 
 class SpeculativeTags(Tags):
-    """The tags of an engine that speculates."""
-
     def __init__(self, gpu: VirtualGpu, runner: ModelRunner) -> None:
         assert runner.speculative is not None, "the engine speculates"
         super().__init__(gpu, runner)
@@ -344,5 +339,4 @@ class SpeculativeTags(Tags):
 
 
 def make_tags(gpu: VirtualGpu, runner: ModelRunner) -> Tags:
-    """The tags of ``runner``'s memory."""
     return Tags(gpu, runner) if runner.speculative is None else SpeculativeTags(gpu, runner)

@@ -50,7 +50,6 @@ class StateTags:
         return part.ends[absorbed - 1] if absorbed else NOTHING
 
     def slot_of(self, access: Access) -> int:
-        """The slot that a copy accesses."""
         return access.layout.offset * access.layout.form.itemsize // self._nbytes
 
     def part_of(self, access: Access) -> dict[int, int]:
@@ -95,8 +94,6 @@ class StateTags:
 
 
 class StepStates:
-    """The states of a step."""
-
     def __init__(self, states: StateTags, seqs: Sequence[Seq], snapshots: Collection[tuple[int, int]]) -> None:
         """``snapshots``: those that it makes of its rows, (row, slot)."""
         self._states, self._by_row, self._snapshots = states, {seq.row: seq for seq in seqs}, snapshots
@@ -108,7 +105,6 @@ class StepStates:
         states.loaded -= first
 
     def ran(self, op: Operation, access: Access, writes: bool) -> None:
-        """``op`` has accessed memory."""
         states = self._states
         if access.tag is not states.carried:
             return

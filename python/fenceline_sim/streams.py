@@ -129,7 +129,6 @@ class Agent:
         self._forgotten = 0  # actions before those in the history
 
     def note(self, op: Operation) -> None:
-        """Make ``op`` the next action of this agent."""
         self.count += 1
         op.agent = self.number
         op.where = self.name
@@ -163,7 +162,6 @@ class HostThread(Agent):
 
     @property
     def edge_name(self) -> str:
-        """Its name in the table of edges."""
         return StreamName.HOST.value
 
     @property
@@ -245,7 +243,6 @@ class VirtualStream(Agent):
 
     @property
     def runnable(self) -> bool:
-        """Whether the head of the queue may run now."""
         if not self.queue:
             return False
         after, spin = self.queue[0].after, self.queue[0].spin

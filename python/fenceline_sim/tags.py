@@ -125,7 +125,6 @@ class SlotMemory:
         return f"{self.name} page {self.page[slot]}, slot {self.offset[slot]} of it"
 
     def history(self, slot: int) -> list[str]:
-        """Lines of a report: the operations that wrote there."""
         writer, origin = self.writer(slot), self._ops[self.origins[slot]]
         if writer is None:
             return ["  not written since it is watched"]
@@ -416,7 +415,6 @@ class Step:
         return np.unique(row_values(access.rows)).tolist()
 
     def _enter_pages(self, op: Operation, access: Access) -> None:
-        """Page tables have been written."""
         table = access.tag.region.view(self._tags.table_layout).numpy()
         for row in self._rows(access):
             seq = self._by_row.get(row)
@@ -444,7 +442,6 @@ class Step:
                 self._tags.report(op, memory, text)
 
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
-        """The step has sampled for ``seq``."""
         if len(seq.account.ends) >= seq.length:
             seq.account.sampled(seq.length, last_token)
 
@@ -647,7 +644,6 @@ class Tags:
         self._used_by_step(self.sampling_uses_pages)
 
     def declared(self, accessed: frozenset[int], written: frozenset[int]) -> None:
-        """The step that is being submitted has declared these pages."""
         if self._submitted is not None:
             self._submitted.declare(accessed, written)
 
@@ -788,7 +784,6 @@ class Tags:
         target.writers[b] = target.number_of(op)
 
     def storing(self, keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> None:
-        """The bytes of host pages are about to be written to storage."""
         for key, parts in zip(keys, pages, strict=True):
             slots = self._slots_of(parts)
             self.host_pages.claim([int(self._host.page[slots[0]])], "a write to storage")
@@ -818,7 +813,6 @@ class Tags:
                 self._host.held[slots], self._host.origins[slots] = kept.tags, kept.origins
 
     def storing_state(self, keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> None:
-        """The bytes of a state are about to be written to storage."""
         self._kept_states.setdefault(keys[0], {})[_digest(pages[0])] = self.states_on_host(pages[0][0]).copy()
 
     def fetched_state(
@@ -932,7 +926,6 @@ def _window(runner: ModelRunner, layer: int) -> int | None:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Tag, Layout]:
-    """The memory of a tensor of the device."""
     assert isinstance(tensor, VTensor), "the engine runs on the virtual GPU"
     return tensor.allocation.tag, tensor.layout_
 

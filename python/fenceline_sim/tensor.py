@@ -18,7 +18,6 @@ _dispatch: list[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = []  
 
 
 def set_dispatch(dispatch: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
-    """Let ``dispatch`` run every operator that has a VTensor among its arguments."""
     _dispatch[:] = [dispatch]
 
 
@@ -41,7 +40,6 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
 
     @property
     def gpu(self) -> VirtualGpu:
-        """Where it lies."""
         return self.allocation.gpu
 
     def data_ptr(self) -> int:

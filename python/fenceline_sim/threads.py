@@ -83,7 +83,6 @@ class Rotation:
         turn.thread.start()
 
     def finished(self, agent: HostThread) -> bool:
-        """Whether its thread has ended."""
         return self._turns[agent.number].finished
 
     def abandon(self) -> None:
