@@ -16,6 +16,7 @@ from speculative_driver import guess
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 
 pytestmark = pytest.mark.gpu
+_TIERS: dict[str, object] = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "schedule_conservativeness": 0.01}
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
 NAMES = ("qwen3-next", "kimi-linear", "lfm2", "minicpm-sala", "nemotron-h-moe")
 
@@ -58,6 +59,8 @@ def test_logprobs_are_near_those_of_the_cpu(checkpoint: Path) -> None:
         {"max_total_tokens": 560, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
         {"disable_overlap_schedule": True, "page_size": 64},
         {"disable_cuda_graph": True},
+        {"max_total_tokens": 560, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS},
+        {"max_total_tokens": 512, "hicache_write_policy": "write_back", "retract_policy": "offload", **_TIERS},
     ],
 )
 def test_company_and_cuts_change_no_bit(checkpoint: Path, flags: dict[str, object]) -> None:
@@ -71,6 +74,7 @@ def test_company_and_cuts_change_no_bit(checkpoint: Path, flags: dict[str, objec
     driver = make_model_driver(**same | flags)
     for name in ("first", "again"):
         assert _told(driver, [_reqs(name)]) == alone
+    assert "enable_hierarchical_cache" not in flags or driver.scheduler.memory.cached_tokens["host"] > 0
 
 
 @pytest.mark.parametrize(
