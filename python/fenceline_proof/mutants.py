@@ -75,17 +75,13 @@ class Mutant:
 
     def apply(self, source: str) -> str:
         """The file's text with the edit; the lines after it keep their numbers."""
-        lost = self.old.count("\n") - self.text.count("\n")
-        return source[: self.start] + self.text + source[self.end :] if lost <= 0 else self._keep_lines(source, lost)
-
-    def _keep_lines(self, source: str, lost: int) -> str:
-        after = source.find("\n", self.end)
-        after = len(source) if after < 0 else after
-        return source[: self.start] + self.text + source[self.end : after] + "\n" * lost + source[after:]
+        line, newline, behind = source[self.end :].partition("\n")
+        lost = "\n" * (self.old.count("\n") - self.text.count("\n"))
+        return source[: self.start] + self.text + line + lost + newline + behind
 
     def __str__(self) -> str:
         old, new = (" ".join(text.split()) for text in (self.old, self.text))
-        return f"{self.path}:{self.line} [{self.rule}] {old}  ->  {new}"
+        return f"{self.path}:{self.line} {self.function} [{self.rule}] {old}  ->  {new}"
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import re
 import resource
-import select
 import signal
 import sys
 import time
@@ -60,8 +59,8 @@ class Result:
     path: str
     line: int
     rule: str
-    old: str
-    text: str
+    function: str
+    edit: str  # where, and what was changed
     state: str
     killed_by: str = ""
     named: tuple[str, ...] = ()
@@ -71,18 +70,10 @@ class Result:
     num_runs: int = 0
     cpu_s: float = 0.0
     report: str = ""
-    function: str = ""
 
     @property
     def killed(self) -> bool:
         return self.state in (KILLED, CRASHED)
-
-    @property
-    def place(self) -> str:
-        """Where, and what was changed."""
-        old, new = (" ".join(text.split()) for text in (self.old, self.text))
-        name = f" {self.function}" if self.function else ""
-        return f"{self.path}:{self.line}{name} [{self.rule}] {old}  ->  {new}"
 
 
 def _load_changed(mutant: Mutant) -> None:
@@ -245,7 +236,7 @@ def _campaign(
     """Fork a process for each mutant for which there are ``runs``, each a workload and a seed, ``jobs`` at a time."""
     torch.set_num_threads(1)
     waiting = list(reversed(mutants))
-    running: dict[int, tuple[int, Mutant]] = {}  # by the pipe's end
+    running: dict[int, Mutant] = {}  # by the process
     with results.open("a", encoding="utf-8") as file, tqdm(total=len(mutants), unit="mutant", disable=None) as bar:
         while running or waiting:
             while waiting and len(running) < jobs:
@@ -256,28 +247,21 @@ def _campaign(
                     file.write(_line(mutant, UNREACHED))
                     bar.update()
                     continue
-                read_end, write_end = os.pipe()
                 sys.stdout.flush()
                 file.flush()
                 child = os.fork()
                 if child == 0:
-                    os.close(read_end)
-                    _run_mutant(mutant, chain((first,), mine), cpu_limit_s, write_end)
-                os.close(write_end)
-                running[read_end] = (child, mutant)
-            ended = select.select(list(running), [], [])[0] if running else []
-            for read_end in ended:
-                child, mutant = running.pop(read_end)
-                with open(read_end, encoding="utf-8") as pipe:
-                    line = pipe.read()
-                os.waitpid(child, 0)
-                hung = "a run did not end, or ended the process"
-                file.write(line or _line(mutant, KILLED, killed_by="hang", report=hung))
-                file.flush()
-                bar.update()
+                    _run_mutant(mutant, chain((first,), mine), cpu_limit_s, file)
+                running[child] = mutant
+            if running:
+                child, status = os.wait()
+                if (ended := running.pop(child, None)) is not None:
+                    hung = {"killed_by": "hang", "report": "a run did not end, or ended the process"}
+                    file.write(_line(ended, KILLED, **hung) if status else "")  # else it has written its own
+                    bar.update()
 
 
-def _run_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: float, write_end: int) -> None:
+def _run_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: float, out: IO[str]) -> None:
     """Run a mutant in a forked process. Never returns: a mutant may break anything, so nothing is cleaned up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     limit = int(cpu_limit_s + _GRACE_S)
@@ -286,15 +270,15 @@ def _run_mutant(mutant: Mutant, runs: Iterable[tuple[str, int]], cpu_limit_s: fl
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    with open(write_end, "w", encoding="utf-8") as out:
+    try:
         _try_mutant(mutant, runs, cpu_limit_s, out)
-        out.flush()
-        os._exit(0)
+    finally:
+        os._exit(int(sys.exc_info()[0] is not None))
 
 
 def _line(mutant: Mutant, state: str, **more: object) -> str:
-    fields = {name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "old", "text", "function")}
-    return json.dumps(asdict(Result(**fields, state=state, **more))) + "\n"  # type: ignore[arg-type]
+    fields = {name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "function")}
+    return json.dumps(asdict(Result(**fields, edit=str(mutant), state=state, **more))) + "\n"  # type: ignore[arg-type]
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -314,7 +298,7 @@ def report(results: Sequence[Result], known: Collection[str]) -> str:
     killed = [one for one in results if one.killed]
     survivors = sorted((one for one in results if not one.killed), key=lambda one: (one.path, one.line))
     counts = f"{len(killed)} of {len(results)} killed, {sum(one.by_name for one in killed)} of these by name."
-    lines = [f"{one.id} {one.place}: {one.state}{'' if one.id in known else ', LOST'}" for one in survivors]
+    lines = [f"{one.id} {one.edit}: {one.state}{'' if one.id in known else ', LOST'}" for one in survivors]
     return "\n".join([counts, "", *lines]) + "\n"
 
 

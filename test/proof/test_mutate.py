@@ -100,6 +100,7 @@ def test_a_mutant_keeps_its_name_when_lines_move() -> None:
     assert [mutant.id for mutant in mutants_of("x.py", SOURCE)] == [
         mutant.id for mutant in mutants_of("x.py", "# more\n\n" + SOURCE)
     ]
+    assert str(mutants_of("x.py", SOURCE)[0]) == "x.py:4 move [drop] stream.wait(after, EDGE)  ->  pass"
 
 
 def test_a_mutant_is_reached_with_the_statement_that_it_changes() -> None:
@@ -192,16 +193,16 @@ def test_a_lost_wait_is_noticed_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_survivor_that_the_page_does_not_list_is_a_loss() -> None:
-    fields = {"path": "mem_cache/x.py", "line": 1, "rule": "drop", "old": "a", "text": "b"}
+    fields = {"path": "mem_cache/x.py", "line": 1, "rule": "drop", "function": "", "edit": "a  ->  b"}
     results = [
         Result(id="1", state="killed", killed_by="happens-before", by_name=True, **fields),
         Result(id="2", state="killed", killed_by="tokens", **fields),
         Result(id="3", state="survived", **fields),
-        Result(id="4", state="unreached", function="Tree.evict", **fields),
+        Result(id="4", state="unreached", **fields),
     ]
     page = report(results, frozenset({"3"}))
     assert "2 of 4 killed, 1 of these by name." in page and "a  ->  b: survived\n" in page
-    assert "4 mem_cache/x.py:1 Tree.evict [drop] a  ->  b: unreached, LOST" in page
+    assert "4 a  ->  b: unreached, LOST" in page
 
 
 def test_each_known_survivor_has_a_reason() -> None:
