@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -26,11 +27,15 @@ class CrashError(Exception):
     """What a backend raises, which it promises not to do."""
 
 
-def order_calls(backend: FileBackend) -> None:
-    """Let times of use have an order: the machine's clock may stand still between two calls, and who leaves storage
-    first must not depend on it."""
-    start_ns, calls = time.time_ns(), iter(range(1, 1 << 40))
-    backend._clock = lambda: start_ns + next(calls) * _TICK_NS
+def order_calls(controller: StorageController, clock: Callable[[], float]) -> None:
+    """Let ``clock`` be the controller's, and times of use have an order: the machine's clock may stand still between
+    two calls, and who leaves storage first must not depend on it."""
+    controller._clock = clock
+    for backend in (controller._backend, controller._states and controller._states.backend):
+        start_ns, calls = time.time_ns(), count(1)
+        if backend is not None:
+            assert isinstance(backend, FileBackend), "the one that the flags can ask for"
+            backend._clock = lambda start_ns=start_ns, calls=calls: start_ns + next(calls) * _TICK_NS  # type: ignore[misc]
 
 
 class BadDays:

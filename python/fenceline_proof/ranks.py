@@ -17,7 +17,6 @@ from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, ControlReply, Messa
 from fenceline.ipc.rank_board import RankBoard, create_rank_board
 from fenceline.layers.context import Shard
 from fenceline.mem_cache.storage.controller import StorageController
-from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.memory_order import Communicator
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.population import InFlight
@@ -246,9 +245,7 @@ class _RankLoop:
         self._flight: InFlight | None = None
         if runner.storage is not None:
             controller = runner.storage.controller
-            controller._clock = self._clock
-            assert isinstance(controller._backend, FileBackend), "the one that the flags ask for"
-            order_calls(controller._backend)
+            order_calls(controller, self._clock)
             run.spoil_storage(rank, controller)
         self.scheduler = Scheduler(config, runner, self, self)
         if rank == 0:

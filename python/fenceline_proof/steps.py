@@ -36,7 +36,7 @@ from fenceline_proof.tiny_model import PLAIN, tiny_draft, tiny_model_path
 from fenceline_sim.accounts import I32
 from fenceline_sim.device import VgpuDevice
 from fenceline_sim.errors import OwnershipError
-from fenceline_sim.footprint import check_footprints
+from fenceline_sim.footprint import Footprints
 from fenceline_sim.place import leave_out
 from fenceline_sim.speculative_tags import make_tags
 from fenceline_sim.tags import Tags
@@ -128,15 +128,10 @@ class Loop:
         if isinstance(device, VgpuDevice):
             self._tags = make_tags(device.gpu, self.runner)
             if device.gpu.detector is not None:  # without it only wrong answers are to be found
-                check_footprints(device, self.runner, self._tags)
+                Footprints(device, self.runner, self._tags)
         if self.runner.storage is not None:
             controller = self.runner.storage.controller
-            controller._clock = self._clock
-            assert isinstance(controller._backend, FileBackend), "the one that the flags can ask for"
-            order_calls(controller._backend)
-            if controller._states is not None:
-                assert isinstance(controller._states.backend, FileBackend), "beside that of pages"
-                order_calls(controller._states.backend)
+            order_calls(controller, self._clock)
             around(controller._events, "poll", after=self._polled)
             days = scenario.flags.get("bad_days")
             if days is not None:

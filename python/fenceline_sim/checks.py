@@ -75,13 +75,22 @@ class Checks:
         """A view leased in ``generation`` is used."""
         watch = self._watches.get(tag)
         if watch is not None and watch.generation != generation:
-            self.found(_outlived(tag, watch, generation, here()))
+            fill, place = watch.fill, here()
+            lines = [
+                f"generation: {tag}, leased in generation {generation}, is used in generation {watch.generation}",
+                f"  used at {place}",
+                f"  that generation began at {fill.place}",
+            ]
+            self.found(GenerationError("\n".join(lines), "", str(tag), (str(fill.place), str(place))))
 
     def graph_write(self, op: Operation, tag: Tag, graph: str) -> None:
         """``op`` of ``graph`` writes the memory of ``tag``, at every replay."""
         watch = self._watches.get(tag)
         if watch is not None and watch.protected_by is not None:
-            self.found(_protected_write(op, tag, watch.protected_by, graph))
+            text = f"protection: no graph may write {tag}, and every replay of {graph} does"
+            place = str(op.place)
+            text += f"\n  captured: {op.label} at {place}"
+            self.found(ProtectionError(text, watch.protected_by, str(tag), (place,), op.seq))
 
     def found(self, error: CheckError) -> None:
         """Raise ``error``, or keep it."""
@@ -216,20 +225,3 @@ def _out_of_bounds(op: Operation, bound: Bound, values: Rows, writer: Operation 
     if negative:
         lines.append("  torch counts negative indices from the end; padding names a row that is reserved for it")
     return BoundsError("\n".join(lines), "sink" if negative else "", memory, (str(op.place),), op.seq)
-
-
-def _protected_write(op: Operation, tag: Tag, guard: str, graph: str) -> ProtectionError:
-    text = (
-        f"protection: no graph may write {tag}, and every replay of {graph} does\n  captured: {op.label} at {op.place}"
-    )
-    return ProtectionError(text, guard, str(tag), (str(op.place),), op.seq)
-
-
-def _outlived(tag: Tag, watch: Watch, generation: int, place: Place) -> GenerationError:
-    fill = watch.fill
-    lines = [
-        f"generation: {tag}, leased in generation {generation}, is used in generation {watch.generation}",
-        f"  used at {place}",
-        f"  that generation began at {fill.place}",
-    ]
-    return GenerationError("\n".join(lines), "", str(tag), (str(fill.place), str(place)))

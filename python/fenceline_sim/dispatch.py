@@ -142,10 +142,6 @@ def _forms(result: Any) -> Any:
 # --- handlers --------------------------------------------------------------------------------------------
 
 
-def _composite(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    return backend.decompose(operator.func, args, kwargs)
-
-
 def _view(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     base: VTensor = args[0]
     result = operator.func(base.plain, *args[1:], **kwargs)
@@ -317,7 +313,7 @@ def _refused(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 
 _HANDLERS: dict[Kind, Handler] = {
-    Kind.COMPOSITE: _composite,
+    Kind.COMPOSITE: lambda operator, args, kwargs: backend.decompose(operator.func, args, kwargs),
     Kind.VIEW: _view,
     Kind.KERNEL: _kernel,
     Kind.LIKE: _like,

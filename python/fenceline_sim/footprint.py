@@ -10,8 +10,7 @@ each byte once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fenceline.mem_cache.host.host_states import Pairs
@@ -197,27 +196,23 @@ class Footprints:
 
     def _watched(self, submit: Callable[..., None]) -> Callable[..., None]:
         def submitted(ticket: Any, device_pages: Rows, host_pages: Rows, after: Any, states: Pairs) -> None:
-            self._copies = []
-            with self._transfer(submit.__name__, device_pages, host_pages):
-                submit(ticket, device_pages, host_pages, after, states)
+            self._copies, kind = [], submit.__name__
+            self._of_transfer = op = Declared()
+            submit(ticket, device_pages, host_pages, after, states)
+            self._of_transfer = None
+            device, host = (frozenset(pages.tolist()) for pages in (device_pages, host_pages))
             if self._tags.states is not None:
                 of_states = self._tags.states.carried, self._tags.states.host
                 self._copies = [writes for writes in self._copies if writes[0].tag not in of_states]
-            if len(device_pages):
-                self._check_copies(submit.__name__ == "load", len(device_pages))
-            if submit.__name__ == "load":
-                self._loading[ticket] = frozenset(device_pages.tolist())
+            if device:
+                self._check_pages(op, kind, device, host)
+                self._check_copies(kind == "load", len(device))
+            if kind == "load":
+                self._loading[ticket] = device
 
         return submitted
 
-    @contextmanager
-    def _transfer(self, kind: str, device_pages: Rows, host_pages: Rows) -> Iterator[None]:
-        self._of_transfer = op = Declared()
-        yield
-        self._of_transfer = None
-        device, host = (frozenset(pages.tolist()) for pages in (device_pages, host_pages))
-        if not device:
-            return
+    def _check_pages(self, op: Declared, kind: str, device: frozenset[int], host: frozenset[int]) -> None:
         to_device = kind == "load"
         for memory, write, rows in op.accesses:
             right = host if write != to_device else device
@@ -256,8 +251,3 @@ def _undeclared(op: Operation, memory: Memory, write: bool) -> FootprintError:
     return FootprintError(
         f"footprint: {op.label} {verb} {memory.name}, which is not declared\n  {where}", places=(where,)
     )
-
-
-def check_footprints(device: VgpuDevice, runner: ModelRunner, tags: Tags) -> None:
-    """From now on compare what is accessed with what is declared."""
-    Footprints(device, runner, tags)

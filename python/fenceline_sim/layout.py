@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 Ranges = tuple[tuple[int, int], ...]
@@ -71,24 +73,14 @@ def _ranges(form: Form, offset: int) -> Ranges:
     return tuple(merged)
 
 
-_forms: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], Form] = {}
-_layouts: dict[tuple[Form, int], Layout] = {}
-
-
+@cache
 def form_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Form:
-    key = (shape, stride, dtype)
-    form = _forms.get(key)
-    if form is None:
-        form = _forms[key] = Form(shape, stride, dtype)
-    return form
+    return Form(shape, stride, dtype)
 
 
+@cache
 def layout_at(form: Form, offset: int) -> Layout:
-    key = (form, offset)
-    layout = _layouts.get(key)
-    if layout is None:
-        layout = _layouts[key] = Layout(form, offset)
-    return layout
+    return Layout(form, offset)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -16,27 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from fenceline.memory_order import LeasePool, Points
 from fenceline.memory_order.edges import PAGE_EDGES
 from fenceline.memory_order.stream import Clock, joined
+from fenceline_sim.accounts import I32, Account
 from fenceline_sim.errors import OwnershipError
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.place import Place, here
 from fenceline_sim.streams import RELEASE, Operation, VirtualStream
 from fenceline_sim.streams import who as describe
-
-I32 = npt.NDArray[np.int32]
-
-
-class Owner(Protocol):
-    """A request."""
-
-    name: str
 
 
 class User(NamedTuple):
@@ -55,7 +45,7 @@ class Lease:
     ``left`` until the page is used."""
 
     leased: Place
-    owner: Owner | None = None
+    owner: Account | None = None
     retired: Place | None = None
     users: dict[int, User] = field(default_factory=dict)
     left: dict[int, User] = field(default_factory=dict)
@@ -109,7 +99,7 @@ class Leases:
         ]
 
     def claim(
-        self, pages: Iterable[int], who: str, owner: Owner | None = None, shared: frozenset[int] = frozenset()
+        self, pages: Iterable[int], who: str, owner: Account | None = None, shared: frozenset[int] = frozenset()
     ) -> None:
         """``who`` submits work on ``pages``, which must be leased. With an ``owner`` they must be its own: no other
         request's, and not among ``shared``, those of the prefix tree."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from fenceline.memory_order import CollectiveBackend
 from fenceline.memory_order.edges import FLAG_GENERATION, ONE_STREAM, PEER_HALVES, PEER_WORDS, REGISTERED_GRAPH, Hazard
 from fenceline.memory_order.stream import Clock, joined
 from fenceline_sim.all_reduce import (
@@ -103,8 +104,8 @@ class _Word(NamedTuple):
 _ZERO = _Word(0, ())  # what memory holds at first
 
 
-class PeerRank:
-    """``memory_order.CollectiveBackend`` of one rank, on the device of the thread that makes it.
+class PeerRank(CollectiveBackend):
+    """That of one rank, on the device of the thread that makes it.
 
     ``severed``: guards that a test has severed; ``left_out``: kinds of steps that are left out, for tests of the
     algorithm."""
@@ -152,12 +153,6 @@ class PeerRank:
     def all_reduce(self, x: torch.Tensor) -> None:
         self._launch("all-reduce", x, x)
 
-    def all_reduce_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor | None:
-        """See ``memory_order.CollectiveBackend``. There is no such operation."""
-        return None
-
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._launch("all-gather", x, out)
 
@@ -173,9 +168,6 @@ class PeerRank:
 
     def give_up(self) -> None:
         """See ``memory_order.CollectiveBackend``. A virtual GPU reports waits that do not end."""
-
-    def check(self) -> None:
-        """See ``memory_order.CollectiveBackend``. Nothing is given up."""
 
     def close(self) -> None:
         """See ``memory_order.CollectiveBackend``."""
@@ -248,7 +240,7 @@ class PeerRank:
                 continue
             by_word = step.act in (Act.PUSH_WORDS, Act.AWAIT_WORDS)
             for word in range(len(running.words(step.vector)) if by_word else 1):
-                spin = _Spin(held, step, word)
+                spin = Spin(held, step, word)
                 op = Operation(f"{running.kind}: {step.act.value}", running.place, spin.run)
                 op.spin = spin
                 gpu.enqueue(stream, op)
@@ -315,14 +307,15 @@ class _Held:
         self.words: dict[tuple[int, int], list[torch.Tensor]] = {}  # the same: the words that have come, in order
 
 
-class _Spin:
-    """One step, or that for one word of a vector: see ``streams.Spin``. A graph replays it: ``begin`` finds out anew
-    what it accesses."""
+class Spin:
+    """One step, or that for one word of a vector: what its operation waits for, tells other devices, and accesses
+    there. A graph replays it: ``begin`` finds out anew what it accesses."""
 
     def __init__(self, held: _Held, step: Step, word: int = 0) -> None:
         self.held, self.step, self.word = held, step, word
         self._reads: Sequence[Access] = ()
         self._writes: Sequence[Access] = ()
+        # In one access with it, so that the value itself says that it is written.
         self.reads_what_it_waits_for = step.act is Act.AWAIT_WORDS and self._mine.generations.awaits(word)
 
     @property
@@ -341,6 +334,7 @@ class _Spin:
     # --- waiting --------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
+        """Whether what it spins for is there: it does not run before."""
         mine, held, step = self._mine, self.held, self.step
         gens, number = mine.generations, held.number
         match step.act:
@@ -358,6 +352,7 @@ class _Spin:
     # --- accesses -------------------------------------------------------------------------------------
 
     def begin(self, op: Operation) -> Clock:
+        """``op`` is about to run. Returns the clock of what it has acquired, () if that is nothing."""
         mine, held, step = self._mine, self.held, self.step
         running, group, number = held.running, mine.group, held.number
         reads: list[Access] = []
@@ -489,6 +484,7 @@ class _Spin:
         return self.held.running.words(self.step.vector)[-1].stop
 
     def ran(self, op: Operation) -> None:
+        """``op`` has run, with ``op.clock`` as its clock: what it releases becomes visible."""
         step, mine = self.step, self._mine
         if step.act is Act.BEGIN:
             self.held.began = op.passed
@@ -516,7 +512,7 @@ def _share(tensor: VTensor) -> None:
     }
 
 
-def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:
+def _old_words(spin: Spin, op: Operation, written: int) -> FreshnessError:
     memory = f"words of rank {spin._mine.rank}"
     return FreshnessError(
         f"freshness: {memory} from rank {spin.step.peer} of launch {written} are taken for those of launch"
@@ -527,7 +523,7 @@ def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:
     )
 
 
-def _unregistered(spin: _Spin, op: Operation) -> PeerError:
+def _unregistered(spin: Spin, op: Operation) -> PeerError:
     running = spin.held.running
     return PeerError(
         f"peers: {op.graph or 'a launch'} was replayed before rank {spin._mine.rank} was told where rank"

@@ -188,7 +188,7 @@ def test_a_graph_that_reads_what_plans_are_copied_to_is_a_race(monkeypatch: pyte
     undeclared = re.compile(r"reads plan_ring\.device\[0\], which is not declared")
     assert all(one.checker == FootprintError.checker and undeclared.search(one.report) for one in found), found
     # Without that check, which comes before the operation runs, the race itself is found.
-    monkeypatch.setattr(steps, "check_footprints", lambda *_: None)
+    monkeypatch.setattr(steps, "Footprints", lambda *_: None)
     found = [run(Trial("flashinfer", seed)) for seed in seeds]
     named = [one for one in found if one.edges == ("schedule_after_forward",)]
     assert named and all(re.search(r"WAR on plan_ring\.device", one.report) for one in named), found
