@@ -5,6 +5,7 @@ As in ``workloads``, each is a function of a seed, and small. ``hicache_ratio`` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -191,11 +192,9 @@ def with_storage_limits(random: Random, flags: Flags) -> Flags:
     return {**flags, **more} if is_roomy else _with_least_tokens(random, {**flags, **more})
 
 
-def _swap_flags(script: Script, **flags: Flag) -> Flags:
-    random = script.random
-    tiers: Flags = {"hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
-    tiers = tier_flags(random, **tiers, hicache_io_backend="direct")
-    return {**flags, **tiers, **script.graphs(1)}
+def _swapping(script: Script, sizes: tuple[int, int, int], **flags: Flag) -> Scenario:
+    tiers: Flags = {"hicache_ratio": 4.0, "hicache_write_policy": "write_through", "hicache_io_backend": "direct"}
+    return script.scenario(sizes, **flags, **tier_flags(script.random, **tiers), **script.graphs(1))
 
 
 def _swap(random: Random) -> Scenario:
@@ -206,14 +205,7 @@ def _swap(random: Random) -> Scenario:
     for turn in range(5):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, families[turn % 3], 6, temperature=1.0, stop_token_ids=stop)
-    flags = _swap_flags(script, max_total_tokens=24, max_running_requests=1, chunked_prefill_size=16)
-    return script.scenario(**flags)
-
-
-def _handed_on(random: Random) -> Scenario:
-    """F3: pages are loaded into those that a step in flight reads, and that belong to no request: of a prefix, or
-    copies of what a twin has computed too."""
-    return random.choice((_copies, _shared_prefixes))(random)
+    return _swapping(script, (24, 1, 16))
 
 
 def _shared_prefixes(random: Random) -> Scenario:
@@ -227,11 +219,7 @@ def _shared_prefixes(random: Random) -> Scenario:
             prompt = families[turn % 3] + script.prompt(1, 1)
             script.add(0, prompt, num_tokens, ignore_eos=True, min_new_tokens=1, **options)
     most = random.choice((1, 2, 2))
-    flags = _swap_flags(
-        script, max_total_tokens=24 + 8 * most, max_running_requests=most, chunked_prefill_size=-1,
-        schedule_conservativeness=0.01,
-    )  # fmt: skip
-    return script.scenario(**flags)
+    return _swapping(script, (24 + 8 * most, most, -1), schedule_conservativeness=0.01)
 
 
 def _copies(random: Random) -> Scenario:
@@ -249,8 +237,7 @@ def _copies(random: Random) -> Scenario:
             script.add(step, twin, random.randint(2, 3), ignore_eos=True)
         script.add(step + random.randrange(3), prefix + script.prompt(1, 1), 1)
         step += 10
-    flags = _swap_flags(script, max_total_tokens=40, max_running_requests=3, chunked_prefill_size=-1)
-    return script.scenario(**flags)
+    return _swapping(script, (40, 3, -1))
 
 
 def _overwritten(random: Random) -> Scenario:
@@ -348,12 +335,6 @@ def _cancelled(random: Random) -> Scenario:
     )  # fmt: skip
 
 
-def _gone(random: Random) -> Scenario:
-    """A node leaves the device while a transfer uses its host pages. They are handed on, or loaded again, when the node
-    itself no longer knows the transfer."""
-    return random.choice((_gone_while_loading, _gone_while_stored))(random)
-
-
 def _gone_while_loading(random: Random) -> Scenario:
     """F15: a request leaves while its prefix is being loaded. Two others evict in one step: the first the prefix from
     the device, the second another prompt, for whose backup the prefix leaves the host too."""
@@ -435,6 +416,11 @@ def _together(random: Random) -> Scenario:
     )  # fmt: skip
 
 
+def _either(*makes: Callable[[Random], Scenario]) -> Callable[[Random], Scenario]:
+    return lambda random: random.choice(makes)(random)
+
+
+_handed_on, _gone = _either(_copies, _shared_prefixes), _either(_gone_while_loading, _gone_while_stored)
 _LATE = ("laziest", "random", "fifo", "pct")  # so that transfers are not known to have ended
 _RANDOM = ("random",)  # with the others storage's threads hardly ever run first
 HICACHE_WORKLOADS: tuple[Workload, ...] = (

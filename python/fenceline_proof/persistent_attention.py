@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
@@ -47,9 +45,6 @@ class PersistentAttentionBackend(AttentionBackend):
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         plan = self._reference.plan_verify(inputs)
         return None if plan is None else _Plan(self._device, plan)
-
-    def before_replay(self, bucket: int, seq_lens_cpu: npt.NDArray[np.int64]) -> None:
-        self._reference.before_replay(bucket, seq_lens_cpu)
 
 
 class _Plan(AttentionPlan):

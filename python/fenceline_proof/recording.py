@@ -90,13 +90,10 @@ class Recording:
                 columns = torch.arange(len(pages), device=table.device)
                 ids = torch.tensor(pages, dtype=torch.int32).to(table.device)
                 runner.req_pool.write_pages(torch.full_like(columns, row), columns, ids)
-            for row in self._penalised_rows():
+            for row in sorted({s.row for step in self.steps for s in step.batch.sampling if s.params.needs_penalties}):
                 none = torch.zeros(0, dtype=torch.int64).to(table.device)
                 runner.sampler.begin_request(row, none, none)
         device.synchronize()
-
-    def _penalised_rows(self) -> list[int]:
-        return sorted({s.row for step in self.steps for s in step.batch.sampling if s.params.needs_penalties})
 
 
 def read_recording(path: Path, last: int | None = None) -> Recording:
