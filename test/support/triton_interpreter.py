@@ -7,13 +7,17 @@ once (``run_script``), and it prints what each check raised (``print_outcomes``)
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +26,40 @@ import torch
 
 
 def run_script(script: str, mode: str = "interpret") -> Any:
-    """Run the file ``script`` with the argument ``mode``. Returns the JSON value in the last line of its output. In
-    mode "interpret" its kernels are interpreted. Skips the test if Triton is not installed."""
+    """Run the file ``script`` with the argument ``mode``, in a process of its own. Returns the JSON value in the last
+    line of its output. In mode "interpret" its kernels are interpreted. Skips the test if Triton is not installed."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    # Forked from one that has imported torch, which takes more time than most scripts.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["attention_cases", __name__])
+    receiver, sender = context.Pipe(duplex=False)
     env = os.environ | {"TRITON_INTERPRET": str(int(mode == "interpret")), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", script, mode]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = context.Process(target=_run_here, args=(script, mode, env, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        assert receiver.poll(250), f"{script} {mode} takes too long"
+        error, output = receiver.recv()  # EOFError if the process was killed
+    finally:
+        process.kill()
+        process.join()
+    assert not error, error
+    return json.loads(output.splitlines()[-1])
+
+
+def _run_here(script: str, mode: str, env: dict[str, str], sender: Connection) -> None:
+    """Run ``script`` as the main module of this process. Sends the error that ends it, or "", and what it prints."""
+    assert "triton" not in sys.modules, "it reads TRITON_INTERPRET when it is imported"
+    os.environ.update(env)
+    warnings.simplefilter("ignore", RuntimeWarning)
+    sys.argv = [script, mode]
+    error = ""
+    with redirect_stdout(StringIO()) as output:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except BaseException:
+            error = traceback.format_exc()
+    sender.send((error, output.getvalue()))
 
 
 def outcomes_of(script: str, mode: str = "interpret") -> Any:

@@ -371,8 +371,8 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
 if __name__ == "__main__":
     if sys.argv[1] == "compile":
         print_outcomes({name: partial(check_machine_code, name) for name in MACHINE_CODE})
-        sys.exit()
-    set_up_interpreter()
-    add_in_order()
-    checks: dict[str, Any] = {name: partial(check_product, *name.split()) for name in PRODUCTS}
-    print_outcomes(checks | {name: globals()[f"check_{name}"] for name in OTHERS})
+    else:
+        set_up_interpreter()
+        add_in_order()
+        checks: dict[str, Any] = {name: partial(check_product, *name.split()) for name in PRODUCTS}
+        print_outcomes(checks | {name: globals()[f"check_{name}"] for name in OTHERS})
