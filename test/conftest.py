@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,36 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         loop.wait()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Processes that share the tests collect a folder from different places on: the first one to import a file compiles
+    it, assertions and all, which in a fresh clone takes as long as the rest of collecting."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and hasattr(collector.config, "workerinput"):
+        given = collector.config.workerinput
+        first = len(report.result) * int(given["workerid"].removeprefix("gw")) // given["workercount"]
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked ``long`` unless --all is given. Files with tests marked ``long`` or ``slow`` come first:
-    several processes share the files out, and nobody is left with one at the end. Skip tests marked ``gpu`` or
-    ``multi_gpu`` where there are not enough GPUs."""
+    several processes share the files out, and nobody is left with one at the end. All of them need the same order,
+    whatever they collected first. Skip tests marked ``gpu`` or ``multi_gpu`` where there are not enough GPUs."""
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items for mark in ("long", "slow") if item.get_closest_marker(mark)}
-    items.sort(key=lambda item: item.path not in slow)
+    files = {item: item.nodeid.partition("::")[0] for item in items}
+    folders = list(dict.fromkeys(file.split("/")[:2][-1] for file in files.values()))  # in the order asked for
+
+    def place(item: pytest.Item) -> tuple[bool, int, str]:
+        return item.path not in slow, folders.index(files[item].split("/")[:2][-1]), files[item]
+
+    items.sort(key=place)
     wanted = {"gpu": 1, "multi_gpu": 2}
     marked = [(item, wanted[mark]) for item in items for mark in wanted if item.get_closest_marker(mark)]
     if not marked:
