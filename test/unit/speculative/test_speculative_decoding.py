@@ -4,6 +4,7 @@ the CPU."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -36,7 +37,7 @@ from fenceline_proof.flashinfer_library import FLASHINFER
 __all__ = ["models"]  # a fixture
 
 
-@pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (3, True), (4, False)])
+@pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (4, False)])
 @pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
 def test_no_token_changes(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, num_steps: int, overlap: bool
@@ -45,6 +46,10 @@ def test_no_token_changes(
     driver = make_driver(models, algorithm, draft, num_steps, disable_overlap_schedule=not overlap)
     counted = count_tokens(driver)
     assert answers(driver, reqs) == plain_answers(models, reqs, target_of(draft))
+    check_counts(counted, draft, num_steps)
+
+
+def check_counts(counted: Counter[int], draft: str | None, num_steps: int) -> None:
     if draft == "target":
         assert set(counted) == {num_steps + 1}, "a draft that is the target draws what the target draws"
     else:
@@ -84,9 +89,11 @@ def test_a_prefill_backend_made_for_the_layers_it_attends_in(
 def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None) -> None:
     """Prompts that continue earlier answers: pages hold accepted tokens alone, of target and draft."""
     driver = make_driver(models, algorithm, draft)
+    counted = count_tokens(driver)
     first = requests(5, num=4, max_new_tokens=30)
     outputs = answers(driver, first)
     assert outputs == plain_answers(models, first)
+    check_counts(counted, draft, 3)
     again = continued(first, outputs)
     assert answers(driver, again) == plain_answers(models, again)
     for req in again:
