@@ -78,7 +78,6 @@ class Arm:
 
     @property
     def severs(self) -> str:
-        """The edge, part of an edge or guard."""
         return UNDER_SPECULATION.get(self.name, self.name)
 
     def trial(self, seed: int, detect: bool = True) -> Trial:
@@ -88,8 +87,6 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result for one edge or guard."""
-
     name: str
     kind: str
     status: str

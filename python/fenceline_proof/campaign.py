@@ -75,7 +75,6 @@ class _Tally:
         return sum(outcome.trial.workload == EVERYTHING.name for outcome in self.intact)
 
     def events(self) -> Counter[str]:
-        """In how many runs of it each event was seen."""
         mine = (outcome for outcome in self.intact if outcome.trial.workload == EVERYTHING.name)
         return Counter(event for outcome in mine for event in outcome.events)
 

@@ -189,7 +189,6 @@ class Watch:
             self.seen.add(event)
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Wrap the methods of ``scheduler`` in which events are seen."""
         self._scheduler = scheduler
         self._in_fp8 = scheduler.config.server_args.kv_cache_dtype == "fp8_e4m3"
         memory = scheduler.memory

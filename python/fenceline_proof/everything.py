@@ -351,7 +351,6 @@ def _of_engine(random: Random, engine: str, arrangement: _Arrangement | None) ->
 
 
 def _seldom(random: Random, flags: Flags) -> Flags:
-    """Flags that few runs have."""
     more: dict[str, Flag] = {}
     if random.random() < 0.15:
         more["prefill_max_requests"] = random.choice((1, 2))

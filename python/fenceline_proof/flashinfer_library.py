@@ -186,8 +186,6 @@ class _Prefill:
 
 
 class _Decode(_Prefill):
-    """FlashInfer's decode module, and its functions."""
-
     def plan(  # type: ignore[override]
         self, floats: torch.Tensor, ints: torch.Tensor, pinned: torch.Tensor, indptr: torch.Tensor, *sizes: Any
     ) -> PlanInfo:
@@ -200,8 +198,6 @@ class _Decode(_Prefill):
 
 
 class PlannedLibrary:
-    """See ``layers.attention.flashinfer_library.Library``."""
-
     plan_bytes = 1 << 14
     split_args = ()
 

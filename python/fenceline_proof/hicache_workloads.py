@@ -113,7 +113,6 @@ def _namespaces(random: Random) -> Scenario:
 
 
 def _storage(random: Random) -> Scenario:
-    """Prefixes that only storage still has, in host pages that transfers have just used."""
     script = Script(random)
     families = [script.prompt(9, 17) for _ in range(4)]
     for turn in range(8):

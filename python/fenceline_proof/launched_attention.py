@@ -103,7 +103,6 @@ class _Plan(AttentionPlan):
         return out
 
     def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
-        """See ``select_tokens.select_tokens``."""
         pool, inputs, num = self._backend.kv_pool, self._inputs, len(index.queries)
         longest, device, tree = inputs.page_table.shape[1] * pool.page_size, index.queries.device, self._tree
         keys = torch.empty(num, longest, device=device)
@@ -144,7 +143,6 @@ class _Plan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
         tokens: Sequence[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """See ``TritonAttentionBackend.attend_to``."""
         pool, rules, work = self._backend.kv_pool, self._backend.rules[layer_id], self._backend.workspace
         (slots, counts), out = tokens, torch.empty(q.shape, dtype=q.dtype, device=q.device)
         caches, ones = tuple(pool.row(layer_id, name) for name in rules.rows), np.ones(len(q), np.int64)

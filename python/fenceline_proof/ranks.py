@@ -200,7 +200,6 @@ class RankRun:
             BadDays(controller, int(str(days)))
 
     def fail_to_read(self, rank: int, runner: ModelRunner) -> None:
-        """Let ``runner`` fail to read new weights if it is that of the rank that cannot."""
         if self.scenario.flags.get("rank_without_weights") != rank:
             return
 
@@ -233,8 +232,6 @@ class RankRun:
 
 
 class _RankLoop:
-    """A scheduler of one rank, its inbox and its outbox."""
-
     def __init__(
         self, run: RankRun, rank: int, config: EngineConfig, runner: ModelRunner, board: RankBoard,
         turns: Channel[bytes],

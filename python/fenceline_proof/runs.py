@@ -53,8 +53,6 @@ def policy_of(seed: int, policies: tuple[str, ...] = _POLICIES) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run to be made: everything that it depends on."""
-
     workload: str
     seed: int
     severed: frozenset[str] = frozenset()
@@ -79,7 +77,6 @@ class Trial:
 
     @property
     def command(self) -> str:
-        """The command that repeats it."""
         edges = "".join(f" --edge {name}" for name in sorted(self.severed))
         if self.answers is not None:
             return f"python -m fenceline_proof.prove --exhaustive --workload {self.workload}"
@@ -109,7 +106,6 @@ class Outcome:
 
 
 def run(trial: Trial) -> Outcome:
-    """Make a run under its seed's policy."""
     policy = trial.make_policy()
     if trial.workload in (COLLECTIVES, RANKS, RANKS_STORAGE):
         return _run_devices(trial, policy)
@@ -200,8 +196,6 @@ def storage_directory(flags: Flags) -> Iterator[Flags]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The check that an exception belongs to, and its report."""
-
     checker: str
     edges: tuple[str, ...]
     report: str

@@ -97,7 +97,6 @@ class Script:
     num_updates: int = 0
 
     def prompt(self, shortest: int, longest: int) -> list[int]:
-        """Random tokens, from ``shortest`` to ``longest`` of them."""
         return [self.random.randrange(1, VOCAB_SIZE) for _ in range(self.random.randint(shortest, longest))]
 
     def add(self, step: int, prompt: list[int], num_tokens: int, **options: Any) -> str:

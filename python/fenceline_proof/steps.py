@@ -218,7 +218,6 @@ class Loop:
         return messages
 
     def _react(self) -> list[Message]:
-        """Messages of the reactions that are due."""
         messages, waiting = [], []
         for reaction in self._reactions:
             message = self._due(reaction) if reaction.step <= self.step_no else None

@@ -48,7 +48,6 @@ class Proof:
 
     @property
     def unseen(self) -> list[str]:
-        """Events that should have happened but did not."""
         return [event for event, count in self.events.items() if count == 0]
 
     @property

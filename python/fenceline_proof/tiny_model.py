@@ -206,7 +206,6 @@ def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
 
 @lru_cache
 def storage_secret() -> str:
-    """A file with a secret, for --hicache-storage-key."""
     path = _temporary_folder("secret") / "key"
     path.write_text("5e" * 32)
     path.chmod(0o600)

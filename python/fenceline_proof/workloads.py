@@ -302,7 +302,6 @@ def _pictures(random: Random) -> Scenario:
 
 
 def _stored_pictures(random: Random) -> Scenario:
-    """Prompts whose pages storage alone has when some come back, and the same texts with nearly equal pictures."""
     script = Script(random)
     families = [[*script.prompt(1, 3), FIRST_PICTURE + 3 * index, *script.prompt(4, 8)] for index in range(2)]
     for turn in range(8):

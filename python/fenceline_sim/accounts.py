@@ -100,7 +100,6 @@ class Seq:
     pages: I32
 
     def first_read(self, window: int | None) -> int:
-        """The first token that a layer with ``window`` reads."""
         return 0 if window is None else max(self.first - window + 1, 0)
 
     def slots(self, page_size: int) -> I64:

@@ -72,7 +72,6 @@ class Checks:
                 self._findings.add_errors(errors)
 
     def use(self, tag: Tag, generation: int) -> None:
-        """A view leased in ``generation`` is used."""
         watch = self._watches.get(tag)
         if watch is not None and watch.generation != generation:
             fill, place = watch.fill, here()

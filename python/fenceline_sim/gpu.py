@@ -99,7 +99,6 @@ class VirtualGpu:
         return Channel(self.rotation, self.findings)
 
     def on(self, stream: VirtualStream) -> AbstractContextManager[None]:
-        """Inside, torch operations of this thread go to ``stream``."""
         return _holding(self.thread, "current", stream)
 
     @property

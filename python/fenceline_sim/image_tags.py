@@ -37,10 +37,7 @@ class _Embedding(NamedTuple):
 
 
 class ImageTags:
-    """Those of one engine, whose model has a tower."""
-
     def __init__(self, pool: Tag, deltas: tuple[Tag, Layout], report: Report) -> None:
-        """The memory of the pool and of the deltas."""
         self._pool, self._report = pool, report
         self._deltas, self._layout = deltas
         self._held: dict[int, _Embedding] = {}  # by row of the pool

@@ -93,8 +93,6 @@ class _Declared:
 
 
 class _Reads:
-    """What a launch reads in one of its parts, before its wait or after it."""
-
     def __init__(self) -> None:
         self.accesses: list[Access] = []
         self.bounds: list[Bound] = []

@@ -111,7 +111,6 @@ def row_values(rows: torch.Tensor | RowsOf) -> npt.NDArray[np.int64]:
 
 
 def rows_of(access: Access) -> npt.NDArray[np.int64] | None:
-    """The numbers of its rows, None if it is of all."""
     return None if access.rows is None else row_values(access.rows)
 
 

@@ -115,7 +115,6 @@ class Leases:
                 self.refuse(page, who)
 
     def share(self, pages: Iterable[int], who: str, shared: frozenset[int]) -> None:
-        """``who`` submits work that reads ``pages``, which must be among ``shared``."""
         for page in pages:
             lease = self._of_page[page]
             if lease is None or lease.retired is not None or page not in shared:
@@ -154,7 +153,6 @@ class Leases:
     def _unordered(
         self, page: int, text: str, waiters: set[str], user: User, lines: tuple[str, ...], place: Place
     ) -> OwnershipError:
-        """None of the streams ``waiters`` has waited for ``user``, at ``place``."""
         memory, source = f"{self.name} {page}", user.stream.name
         pairs = [(edge.name, one.value, other.value) for edge in PAGE_EDGES for one, other in edge.pairs]
         edges = [name for name, one, other in pairs if one in waiters and other == source]

@@ -427,7 +427,6 @@ class Spin:
 
     @property
     def _written(self) -> _Word:
-        """What was written last with the word that it waits for."""
         return self._mine.written.get((self._half, self.step.peer, self.step.vector, self.word), _ZERO)
 
     @property

@@ -37,8 +37,6 @@ class Past(NamedTuple):
 
 
 class Shadow:
-    """Accesses to one region of ``capacity`` bytes."""
-
     __slots__ = ("_past", "_plain", "_reads", "_rows", "_writes", "capacity", "last_reads", "last_writes", "unit_bytes")
 
     def __init__(self, capacity: int) -> None:

@@ -31,8 +31,6 @@ class StatePart(NamedTuple):
 
 
 class StateTags:
-    """Those of one engine, whose model has recurrent layers."""
-
     def __init__(self, carried: Tag, nbytes: int, grid: int, describe: Callable[[int], str], report: Report) -> None:
         """``carried``: the memory of the slots, each of ``nbytes``. ``describe`` names a prefix."""
         self.carried, self.grid, self.report = carried, grid, report
@@ -81,7 +79,6 @@ class StateTags:
         assert held <= {end}, f"tags: states slot {slot}, host slot {host_slot} are not after {self._describe(end)}"
 
     def check(self, op: Operation, held: Mapping[int, int], slot: int, right: int, what: str, guard: Guard) -> None:
-        """``slot`` must hold the state of the prefix ``right``."""
         found = held.get(slot, NOTHING)
         if found != right:
             states = [f"that after {self._describe(end)}" if end else "none" for end in (found, right)]

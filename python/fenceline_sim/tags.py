@@ -400,7 +400,6 @@ class Step:
         self._tags.found(memory, slot, text, op)
 
     def _of_token(self, row: int) -> tuple[Seq, int]:
-        """The request of the step's token ``row``, and the token's position."""
         for seq in self.seqs:
             if row < seq.length - seq.first:
                 return seq, seq.first + row
@@ -469,7 +468,6 @@ class Transfer:
                 self.copy(op, source, source.slots(read), target, target.slots(write))
 
     def copy(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
-        """Slots ``a`` of ``source`` have been copied to ``b`` of ``target``."""
         tags = self._tags
         tags.carry(op, source, a, target, b)
         wrong = np.flatnonzero((source.part[a] != target.part[b]) | (source.offset[a] != target.offset[b]))
@@ -779,7 +777,6 @@ class Tags:
     # --- copies and storage
 
     def carry(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
-        """``op`` has copied slots ``a`` of ``source`` to ``b`` of ``target``."""
         target.held[b], target.origins[b] = source.held[a], source.origins[a]
         target.writers[b] = target.number_of(op)
 

@@ -61,7 +61,6 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
 
 
 def wrap(plain: torch.Tensor, allocation: Allocation, layout: Layout | None = None) -> VTensor:
-    """A VTensor over ``plain``, a view of the memory of ``allocation``."""
     layout = layout_of(plain) if layout is None else layout
     tensor = cast(VTensor, backend.make_wrapper(VTensor, layout.form, layout.offset))
     tensor.plain = plain

@@ -64,7 +64,6 @@ class Rotation:
         return agent
 
     def start(self, agent: HostThread, run: Callable[[], None]) -> None:
-        """Run ``run`` as ``agent`` in a new thread, when its turn comes."""
         turn = self._turns[agent.number] = _Turn(agent)
         self.is_shared = True
 
@@ -194,7 +193,6 @@ class Channel(Generic[T]):
         self._num_asked = 0  # unsuccessful polls since the last item
 
     def put(self, item: T) -> None:
-        """Add an item; never blocks."""
         thread = self._rotation.agent
         self._items.append((item, thread.now()))
         self._rotation.maybe_switch()
