@@ -18,7 +18,7 @@ Program = Callable[[VirtualGpu, torch.device, bool], None]
 def f1_backup_reads_what_forward_writes(gpu: VirtualGpu, device: torch.device, ordered: bool) -> None:
     """HiCache: KV is copied to the host while the forward is still writing it."""
     kv = torch.zeros(16, 4, device=device)
-    host = gpu.pinned_buffer(16 * 16).view(torch.float32).view(16, 4)
+    host = gpu.pinned.buffer(16 * 16).view(torch.float32).view(16, 4)
     gpu.name_memory(kv, "kv", row_bytes=16)
     forward, store = gpu.stream("forward"), gpu.stream("store")
     gpu.synchronize_all()
@@ -36,7 +36,7 @@ def f3_load_fills_what_forward_reads(gpu: VirtualGpu, device: torch.device, orde
     kv = torch.zeros(16, 4, device=device)
     gpu.name_memory(kv, "kv", row_bytes=16)
     forward, load = gpu.stream("forward"), gpu.stream("load")
-    host = gpu.pinned_buffer(2 * 16).view(torch.float32).view(2, 4)
+    host = gpu.pinned.buffer(2 * 16).view(torch.float32).view(2, 4)
     gpu.host_access(host, True, "fill of a host page")
     host.zero_()
     slots = torch.tensor([5, 6, 9], device=device)
@@ -53,7 +53,7 @@ def f3_load_fills_what_forward_reads(gpu: VirtualGpu, device: torch.device, orde
 
 def f12_staging_is_rewritten(gpu: VirtualGpu, device: torch.device, ordered: bool) -> None:
     """A pinned buffer is rewritten by the host before its asynchronous copy ran."""
-    staging = gpu.pinned_buffer(64).view(torch.float32)
+    staging = gpu.pinned.buffer(64).view(torch.float32)
     gpu.name_memory(staging, "staging")
     inputs = torch.zeros(16, device=device)
     gpu.synchronize_all()
@@ -91,7 +91,7 @@ def f16_tensor_is_freed_while_used_elsewhere(gpu: VirtualGpu, device: torch.devi
     gpu.name_memory(result, "result")
     gpu.wait(copy, gpu.record(gpu.default_stream))
     with gpu.on(copy):
-        host = gpu.pinned_buffer(256).view(torch.float32)
+        host = gpu.pinned.buffer(256).view(torch.float32)
         host.copy_(result, non_blocking=True)
     if ordered:
         gpu.wait(gpu.default_stream, gpu.record(copy))

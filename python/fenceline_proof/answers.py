@@ -224,18 +224,12 @@ class _Comparison:
         if reason is None:
             right = begun and self._exchange.aborted is not None
         elif reason.type == "abort":
-            right = begun and (reason == expected or self._may_abort(reason))
+            asked = self._exchange.aborted  # by a client, in its words
+            words = None if asked is None else (asked.message or "aborted", asked.status_code)
+            right = begun and (reason == expected or (reason.message, reason.status_code) == words)
         else:
             right = reason == expected
         return "" if right else f"ends with {_describe(reason)} after {len(tokens)} tokens, not {_describe(expected)}"
-
-    def _may_abort(self, reason: FinishReason) -> bool:
-        """Whether a client asked for it, in these words."""
-        asked = self._exchange.aborted
-        return asked is not None and (reason.message, reason.status_code) == (
-            asked.message or "aborted",
-            asked.status_code,
-        )
 
     def _end_after(self, tokens: Sequence[int]) -> FinishReason | None:
         num_outputs, token = len(tokens), tokens[-1]

@@ -226,16 +226,11 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
     first = next(iter(caught or failed), None)
     if first is None:
         return replace(row, status=REDUNDANT, report=arm.covered or "no run fails without it")
-    row = replace(row, seed=first.trial.seed, caught_by=_caught_by(arm, first), report=first.report)
+    caught_by = first.checker + (", by name" if edge_of(arm.name) in first.edges else "")
+    row = replace(row, seed=first.trial.seed, caught_by=caught_by, report=first.report)
     if not caught:
         return replace(row, status=MISNAMED)
     return replace(row, status=NECESSARY, num_caught=len(caught))
-
-
-def _caught_by(arm: Arm, outcome: Outcome) -> str:
-    if edge_of(arm.name) in outcome.edges:
-        return f"{outcome.checker}, by name"
-    return outcome.checker
 
 
 def unarmed_rows() -> list[Row]:

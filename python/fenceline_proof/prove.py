@@ -15,7 +15,7 @@ from fenceline.config import num_usable_cores
 from fenceline_proof.arms import Arm, all_arms
 from fenceline_proof.campaign import Plan, carry_out, explore, prepare
 from fenceline_proof.small_workloads import SMALL_WORKLOADS
-from fenceline_proof.table import Proof, as_json, as_text, write_docs
+from fenceline_proof.table import as_json, as_text, write_docs
 from fenceline_proof.workloads import WORKLOADS
 
 _SEEDS_PER_ARM = 6
@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tqdm(total=None, unit="run", disable=None) as bar:
         plan = _plan(args, parser, bar)
         proof = explore(plan) if args.exhaustive else carry_out(plan)
-    _report(proof)
+    for failure in proof.telling[:_MAX_REPORTED]:
+        print(f"{failure.trial.workload}, seed {failure.trial.seed}: {failure.checker}\n{failure.report}")
+        print(f"repeat: {failure.trial.command}\n")
     print(as_text(proof))
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(proof), indent=1) + "\n")
@@ -94,12 +96,6 @@ def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm
         parser.error(f"--edge {args.edge}: choose one of {', '.join(arms)}")
     arm = arms[args.edge]
     return [arm if args.workload is None else dataclasses.replace(arm, workload=args.workload)]
-
-
-def _report(proof: Proof) -> None:
-    for failure in proof.telling[:_MAX_REPORTED]:
-        print(f"{failure.trial.workload}, seed {failure.trial.seed}: {failure.checker}\n{failure.report}")
-        print(f"repeat: {failure.trial.command}\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def to_copy(
     if torch.device(device).type != "cpu":
         raise RuntimeError(f"a vgpu tensor cannot go to {device}; copy it to the CPU first")
     if non_blocking:
-        buffer = src.gpu.pinned.buffer(form.nbytes, here())
+        buffer = src.gpu.pinned.buffer(form.nbytes)
         host = torch.empty(0, dtype=dtype).set_(buffer.untyped_storage(), 0, form.shape, form.stride)
     else:
         host = torch.empty_strided(form.shape, form.stride, dtype=dtype)

@@ -25,7 +25,6 @@ from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.kernels import launch_declared
 from fenceline_sim.layers import launched_context
 from fenceline_sim.memory import Tag, whole
-from fenceline_sim.place import here
 from fenceline_sim.streams import Operation, VirtualStream
 
 T = TypeVar("T")
@@ -156,7 +155,7 @@ class VgpuDevice(Device):
         self._by_name = {stream.name: stream for stream in self.streams}
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return self.gpu.pinned.buffer(nbytes, here())
+        return self.gpu.pinned.buffer(nbytes)
 
     def memory_info(self) -> tuple[int, int]:
         pool = self.gpu.pool

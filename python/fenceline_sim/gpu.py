@@ -138,10 +138,6 @@ class VirtualGpu:
             # Otherwise a graph's output was dropped after the capture, and its replays still write there.
             self.pool.put(tag.pool, region)
 
-    def pinned_buffer(self, nbytes: int) -> torch.Tensor:
-        """Poisoned pinned host memory [nbytes] uint8, which asynchronous copies can use."""
-        return self.pinned.buffer(nbytes, here())
-
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int = 0) -> None:
         """Give the memory of ``tensor``, on the device or pinned, a ``name`` for reports, and rows of ``row_bytes``."""
         tag = self.tag_of(tensor)

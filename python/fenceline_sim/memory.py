@@ -16,7 +16,7 @@ import torch
 
 from fenceline.memory_order.edges import Hazard
 from fenceline_sim.layout import Layout, contiguous_form, layout_at
-from fenceline_sim.place import Place
+from fenceline_sim.place import Place, here
 
 if TYPE_CHECKING:
     from fenceline_sim.shadow import Shadow
@@ -164,10 +164,10 @@ class PinnedMemory:
     def __init__(self) -> None:
         self._tags: dict[int, Tag] = {}
 
-    def buffer(self, nbytes: int, place: Place) -> torch.Tensor:
-        """Poisoned host memory [nbytes] uint8."""
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Poisoned host memory [nbytes] uint8, which asynchronous copies can use."""
         region = Region(-1 - len(self._tags), max(ALIGN, nbytes + (-nbytes) % ALIGN))
-        self._tags[region.storage.data_ptr()] = Tag(region, place, (nbytes,), is_host=True)
+        self._tags[region.storage.data_ptr()] = Tag(region, here(), (nbytes,), is_host=True)
         return region.view(layout_at(contiguous_form((nbytes,), torch.uint8), 0))
 
     def find(self, tensor: torch.Tensor) -> Tag | None:

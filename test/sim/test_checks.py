@@ -144,7 +144,7 @@ def test_a_leased_view_ends_with_the_next_fill() -> None:
 
 def test_a_copy_to_the_host_of_an_outlived_view_is_refused() -> None:
     gpu, device = make_gpu()
-    x, host = field(gpu, device), gpu.pinned_buffer(48).view(torch.int64)
+    x, host = field(gpu, device), gpu.pinned.buffer(48).view(torch.int64)
     gpu.checks.begin_fill([x])
     x.fill_(1)
     view = x[:]

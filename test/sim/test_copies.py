@@ -10,7 +10,7 @@ from fenceline_sim import RaceError, VirtualGpu
 
 
 def pinned_floats(gpu: VirtualGpu, *values: float) -> torch.Tensor:
-    buffer = gpu.pinned_buffer(4 * len(values)).view(torch.float32)
+    buffer = gpu.pinned.buffer(4 * len(values)).view(torch.float32)
     gpu.host_access(buffer, True, "fill")
     buffer.copy_(torch.tensor(values))
     return buffer

@@ -19,7 +19,7 @@ def store_pages(seed: int, wait_for_the_copy: bool, policy: str = "random") -> l
     """F15: a worker reads pinned pages that the device writes; the scheduler tells it when to."""
     gpu = VirtualGpu(seed=seed, policy=policy)
     device = use(gpu)
-    pages = gpu.pinned_buffer(3 * 16).view(torch.float32).view(3, 4)
+    pages = gpu.pinned.buffer(3 * 16).view(torch.float32).view(3, 4)
     kv = torch.zeros(3, 4, device=device)
     store = gpu.stream("store")
     todo: Channel[tuple[int, object] | None] = gpu.channel()
@@ -62,7 +62,7 @@ def test_a_worker_that_does_not_wait_is_reported(policy: str) -> None:
 def test_threads_touching_one_page_without_a_message_race() -> None:
     def run(seed: int, told: bool) -> None:
         gpu = VirtualGpu(seed=seed)
-        page = gpu.pinned_buffer(64)
+        page = gpu.pinned.buffer(64)
         done: Channel[int] = gpu.channel()
 
         def write(what: str) -> None:

@@ -86,7 +86,7 @@ class VgpuMachine:
         return torch.full((NUM_LARGE,), value, dtype=torch.int64, device=self._device)
 
     def pinned(self, value: int, large: bool = False) -> torch.Tensor:
-        host = self.gpu.pinned_buffer(8 * (NUM_LARGE if large else 1)).view(torch.int64)
+        host = self.gpu.pinned.buffer(8 * (NUM_LARGE if large else 1)).view(torch.int64)
         self.poke(host, value)
         return host
 
