@@ -372,7 +372,7 @@ def test_dfs_weight_walks_a_deep_tree() -> None:
     prompt = [i % 7 + 1 for i in range(2600)]
     driver.send(request("deep", prompt, max_new_tokens=1))
     driver.run()
-    for length in range(2, 2600, 2):  # a node for every second token
+    for length in range(2598, 0, -2):  # a node for every second token: the first one is cut each time
         driver.scheduler.memory.tree.match_prefix(np.array(prompt[:length]))
     assert driver.scheduler.memory.tree.num_nodes > 1200
     driver.send(*(request(f"r{i}", prompt[: 500 * i + 3], max_new_tokens=1) for i in range(5)))
@@ -387,7 +387,7 @@ def test_dfs_weight_looks_at_each_node_but_a_few_times(monkeypatch: pytest.Monke
     driver.send(request("deep", prompt, max_new_tokens=1))
     driver.run()
     scheduler, num_hashed = driver.scheduler, 0
-    for length in range(2, 400, 2):
+    for length in range(398, 0, -2):
         scheduler.memory.tree.match_prefix(np.array(prompt[:length]))
     driver.send(*(request(f"r{i}", [*prompt[:400], 8, i], max_new_tokens=1) for i in range(100)))
     order = waiting_order(driver)  # and all prefixes are known now
