@@ -241,9 +241,11 @@ def _half_a_load(patch: pytest.MonkeyPatch) -> None:
     """Of a load of several pages the last one is left out."""
     right = HiCacheController.load
 
-    def wrong(self: HiCacheController, ticket: Any, device_pages: Any, host_pages: Any, after: Any) -> None:
+    def wrong(
+        self: HiCacheController, ticket: Any, device_pages: Any, host_pages: Any, after: Any, states: Any
+    ) -> None:
         keep = max(len(device_pages) - 1, 1)
-        right(self, ticket, device_pages[:keep], host_pages[:keep], after)
+        right(self, ticket, device_pages[:keep], host_pages[:keep], after, states)
 
     patch.setattr(HiCacheController, "load", wrong)
 
