@@ -240,7 +240,7 @@ class PeerRank(CollectiveBackend):
                 continue
             by_word = step.act in (Act.PUSH_WORDS, Act.AWAIT_WORDS)
             for word in range(len(running.words(step.vector)) if by_word else 1):
-                spin = Spin(held, step, word)
+                spin = _Spin(held, step, word)
                 op = Operation(f"{running.kind}: {step.act.value}", running.place, spin.run)
                 op.spin = spin
                 gpu.enqueue(stream, op)
@@ -307,15 +307,14 @@ class _Held:
         self.words: dict[tuple[int, int], list[torch.Tensor]] = {}  # the same: the words that have come, in order
 
 
-class Spin:
-    """One step, or that for one word of a vector: what its operation waits for, tells other devices, and accesses
-    there. A graph replays it: ``begin`` finds out anew what it accesses."""
+class _Spin:
+    """One step, or that for one word of a vector: see ``streams.Spin``. A graph replays it: ``begin`` finds out anew
+    what it accesses."""
 
     def __init__(self, held: _Held, step: Step, word: int = 0) -> None:
         self.held, self.step, self.word = held, step, word
         self._reads: Sequence[Access] = ()
         self._writes: Sequence[Access] = ()
-        # In one access with it, so that the value itself says that it is written.
         self.reads_what_it_waits_for = step.act is Act.AWAIT_WORDS and self._mine.generations.awaits(word)
 
     @property
@@ -334,7 +333,6 @@ class Spin:
     # --- waiting --------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether what it spins for is there: it does not run before."""
         mine, held, step = self._mine, self.held, self.step
         gens, number = mine.generations, held.number
         match step.act:
@@ -352,7 +350,6 @@ class Spin:
     # --- accesses -------------------------------------------------------------------------------------
 
     def begin(self, op: Operation) -> Clock:
-        """``op`` is about to run. Returns the clock of what it has acquired, () if that is nothing."""
         mine, held, step = self._mine, self.held, self.step
         running, group, number = held.running, mine.group, held.number
         reads: list[Access] = []
@@ -483,7 +480,6 @@ class Spin:
         return self.held.running.words(self.step.vector)[-1].stop
 
     def ran(self, op: Operation) -> None:
-        """``op`` has run, with ``op.clock`` as its clock: what it releases becomes visible."""
         step, mine = self.step, self._mine
         if step.act is Act.BEGIN:
             self.held.began = op.passed
@@ -511,7 +507,7 @@ def _share(tensor: VTensor) -> None:
     }
 
 
-def _old_words(spin: Spin, op: Operation, written: int) -> FreshnessError:
+def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:
     memory = f"words of rank {spin._mine.rank}"
     return FreshnessError(
         f"freshness: {memory} from rank {spin.step.peer} of launch {written} are taken for those of launch"
@@ -522,7 +518,7 @@ def _old_words(spin: Spin, op: Operation, written: int) -> FreshnessError:
     )
 
 
-def _unregistered(spin: Spin, op: Operation) -> PeerError:
+def _unregistered(spin: _Spin, op: Operation) -> PeerError:
     running = spin.held.running
     return PeerError(
         f"peers: {op.graph or 'a launch'} was replayed before rank {spin._mine.rank} was told where rank"

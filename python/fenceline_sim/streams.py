@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.stream import Clock, joined
 from fenceline_sim.memory import NO_ACCESS, NO_BOUNDS, Accesses, Bounds
 from fenceline_sim.place import Place
-
-if TYPE_CHECKING:
-    from fenceline_sim.peers import Spin
 
 RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
 DEFAULT_STREAM = "default"  # the name of the stream that exists from the start
@@ -31,12 +28,32 @@ class Purpose(Protocol):
         ...
 
 
+class Spin(Protocol):
+    """What an operation of a kernel that works with other devices waits for, tells them, and may access there."""
+
+    reads_what_it_waits_for: bool  # in one access with it, so that the value itself says that it is written
+
+    @property
+    def what(self) -> str:
+        """What it waits for, in reports."""
+
+    def ready(self) -> bool:
+        """Whether what it spins for is there: it does not run before."""
+
+    def begin(self, op: Operation) -> Clock:
+        """``op`` is about to run: its accesses may be filled in, if they depend on what memory holds now. Returns the
+        clock of what it has acquired, () if that is nothing."""
+
+    def ran(self, op: Operation) -> None:
+        """``op`` has run, with ``op.clock`` as its clock: what it releases becomes visible."""
+
+
 class Operation:
     """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
 
     ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for, or the operation with a kernel's
     early reads. ``bounds`` are of its indices, ``graph`` the one it was replayed with. ``starts_next``: it lets the
-    next kernel begin before it has waited for the preceding ones. ``spin``: see ``peers``. Once ``done``, what it
+    next kernel begin before it has waited for the preceding ones. ``spin``: see ``Spin``. Once ``done``, what it
     needed to run is dropped; it ``ran`` when so many operations had been submitted, and if ``ran_awaited`` while the
     host was blocked.
     """
