@@ -234,7 +234,6 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
 
 
 def unarmed_rows() -> list[Row]:
-    """Rows for dormant guards, and for edges and guards without an arm."""
     armed = {arm.name for arm in all_arms()}
     rows = []
     for kind, names in (("edge", EDGE_PARTS), ("guard", tuple(GUARDS))):

@@ -157,7 +157,6 @@ def may_show(event: str, flags: Flags) -> bool:
 
 
 def state_of(scheduler: Scheduler, req: Req) -> str:
-    """The state of a request, one of :data:`STATES`."""
     if req.row == 0:
         if req.num_retractions:
             return "retracted" if req.tail is None else "retracted with a tail"

@@ -71,11 +71,6 @@ class Trial:
         return make_policy(self.policy, self.seed) if self.answers is None else Answering(self.answers)
 
     @property
-    def may_check_order(self) -> bool:
-        """Whether the run has ``--memory-check order`` if its flags allow that."""
-        return self.detect and not self.severed and (self.seed // 2 + self.seed // 8 + self.seed // 32) % 2 == 1
-
-    @property
     def command(self) -> str:
         edges = "".join(f" --edge {name}" for name in sorted(self.severed))
         if self.answers is not None:
@@ -170,7 +165,8 @@ def _checks_order(trial: Trial, flags: Flags) -> bool:
     """Whether the run has ``--memory-check order``. Something that is severed is to be reported by the virtual GPU,
     when the access happens. A step of drafts declares all pages that it may write, the host not knowing how far the one
     before has come; some of them are backed up meanwhile, and it then writes none of these."""
-    return trial.may_check_order and "draft" not in flags
+    seed, is_whole = trial.seed, trial.detect and not trial.severed
+    return is_whole and (seed // 2 + seed // 8 + seed // 32) % 2 == 1 and "draft" not in flags
 
 
 def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:

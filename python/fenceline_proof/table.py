@@ -60,7 +60,9 @@ def as_text(proof: Proof) -> str:
     lines = []
     if proof.rows:
         head = ("name", "kind", "status", "workload", "seed", "caught", "caught by")
-        lines += _in_columns([head, *(_cells(row) for row in proof.rows)])
+        cells = [head, *(_cells(row) for row in proof.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         lines += [""] + [f"{row.name}: {row.status}: {row.report}" for row in proof.rows if not row.fine]
     if proof.schedules:
         verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
@@ -83,11 +85,6 @@ def as_text(proof: Proof) -> str:
     rate = sum(proof.schedules.values()) + proof.num_intact + sum(row.num_runs for row in proof.rows)
     lines.append(f"{rate} runs in {proof.seconds:.0f} s")
     return "\n".join(lines)
-
-
-def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -83,7 +83,6 @@ class Checks:
             self.found(GenerationError("\n".join(lines), "", str(tag), (str(fill.place), str(place))))
 
     def graph_write(self, op: Operation, tag: Tag, graph: str) -> None:
-        """``op`` of ``graph`` writes the memory of ``tag``, at every replay."""
         watch = self._watches.get(tag)
         if watch is not None and watch.protected_by is not None:
             text = f"protection: no graph may write {tag}, and every replay of {graph} does"
