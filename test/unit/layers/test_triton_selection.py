@@ -65,7 +65,7 @@ def check_every_kind_of_step() -> None:
         sizes = Sizes(page_size, 16, heads, *dims, index_heads=heads, index_dim=20)
         steps = Steps(page_size, (9, 16, 17, 150), sizes)
         backend = backend_of(steps)
-        steps.check(*steps.extended(backend, [3, 16, 2, 4]))
+        steps.check(*steps.extended(backend, [9, 3, 2, 4]))
         steps.check(*steps.decoded(backend))
         steps.check(*steps.verified(backend, None, 4))
         steps.check(*steps.verified(backend, TREE, 5))
@@ -163,9 +163,9 @@ def check_whole_model() -> None:
     ours.backend = TritonAttentionBackend(ours.pool, 0, ours.model.attention_rules, ours.config.num_heads)
     one, two = torch.randint(0, 100, (2, 60))
     steps = (
-        ([(0, one, 0, 20), (1, two, 0, 10)], ForwardMode.EXTEND),
-        ([(0, one, 20, 40), (1, two, 10, 15)], ForwardMode.EXTEND),
-        ([(0, one, 40, 41), (1, two, 15, 16)], ForwardMode.DECODE),
+        ([(0, one, 0, 20), (1, two, 0, 5)], ForwardMode.EXTEND),
+        ([(0, one, 20, 25), (1, two, 5, 8)], ForwardMode.EXTEND),
+        ([(0, one, 25, 26), (1, two, 8, 9)], ForwardMode.DECODE),
     )
     for work, mode in steps:
         wanted = expected.step(work, mode)

@@ -40,9 +40,19 @@ __all__ = ["models"]  # a fixture
 DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near"), (STANDALONE, "target")]
 
 
+SMALL, LARGE = (3, 2, 8, 1), (4, 4, 16, 16)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("num_steps", "topk", "num_draft_tokens", "page_size"), [(3, 2, 8, 1), (4, 4, 16, 16)])
-@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "num_steps", "topk", "num_draft_tokens", "page_size"),
+    [
+        *(pytest.param(*draft, *LARGE) for draft in DRAFTS),
+        *(pytest.param(*draft.values, *LARGE) for draft in LATENT_DRAFTS),
+        # Pages of one token are moved alike for all drafts: one with hidden states, one without, one with latents.
+        *((EAGLE, "eagle", *SMALL), (STANDALONE, "target", *SMALL), (NEXTN, "glm-5-shared", *SMALL)),
+    ],
+)
 def test_no_token_changes(
     models: dict[str, Path],
     algorithm: SpeculativeAlgorithm,
