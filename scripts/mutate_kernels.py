@@ -47,6 +47,7 @@ TESTS: dict[str, dict[str, str]] = {
         "kernel_accesses": "int4|reorder", "int4_gemm compile": "few", "int4_gemm": "", "fixed_order": "int4",
     },
     "kv_rows": {"kernel_accesses": "move", "speculative_kv_rows": "", "triton_attention compile": "sm_80"},
+    "lightning_inputs": {"kernel_accesses": "lightning", "triton_blocks": "whole_model"},
     "log_sums": {"fixed_order": "log_sums"},
     "page_gather": {"page_gather": "", "kernel_accesses": "gather"},
     "quantized_gemm": {"kernel_accesses": "quant|scaled", "quantized_kernels": "", "fixed_order": "fp8|int8"},
@@ -55,6 +56,7 @@ TESTS: dict[str, dict[str, str]] = {
     "rotate_store": {"triton_layer_kernels": "rotate", "kernel_accesses": "rotate", "fixed_order": "layers"},
     "routing": {"kernel_accesses": "rout|experts|place_pairs", "experts": "logits|routes", "fixed_order": "layers"},
     "sample": {"triton_layer_kernels": "sample|noise", "kernel_accesses": "draw|combine_pieces"},
+    "select_blocks": {"kernel_accesses": "means|blocks", "triton_blocks": ""},
     "select_tokens": {"triton_selection": ""},
     "skinny_gemm": {
         "skinny_gemm": "", "kernel_accesses": "skinny|scaled", "fixed_order": "dense|fp8", "fixed_order compile": "row",
@@ -111,8 +113,8 @@ def _rounded_down(file: SourceFile, node: ast.AST) -> None:
     if _callee(node) == "cdiv":
         file.add("round", node, f"(({file.text(node.args[0])}) // ({file.text(node.args[1])}))")
     if _callee(node) in ("minimum", "maximum"):
-        file.add("limit", node, file.text(node.args[0]))
-        file.add("limit", node, file.text(node.args[1]))
+        file.add("limit", node, f"({file.text(node.args[0])})")
+        file.add("limit", node, f"({file.text(node.args[1])})")
 
 
 RULES: Rules = (_without_effect, _without_mask, _shifted_bound, _rounded_down)
