@@ -73,8 +73,8 @@ def test_the_rules_of_kernels_find_each_place_once() -> None:
     found = {(one.rule, one.old, one.text) for one in mutants_of("x.py", KERNEL, RULES, of_kernels=True)}
     first = "tl.program_id(0) * tl.cdiv(n, SIZE)"
     assert found == {
-        ("limit", f"tl.minimum({first}, n - 1)", first),
-        ("limit", f"tl.minimum({first}, n - 1)", "n - 1"),
+        ("limit", f"tl.minimum({first}, n - 1)", f"({first})"),
+        ("limit", f"tl.minimum({first}, n - 1)", "(n - 1)"),
         ("round", "tl.cdiv(n, SIZE)", "((n) // (SIZE))"),
         ("shift", "n - 1", "n"),
         ("drop", "tl_cuda.gdc_wait()", "pass"),

@@ -178,7 +178,7 @@ def _prepare_attention(
     config: EngineConfig, device: Device, model: CausalLM, draft: DraftModel | None, kv_pool: KVPool
 ) -> tuple[AttentionBackends, AttentionBackends]:
     """``Parts.attention`` and ``Parts.draft_attention``."""
-    shard, num_layers, num_of_target = model.context.shard, kv_pool.num_layers, model.config.num_attention_layers
+    shard, num_layers, num_of_target = model.context.shard, kv_pool.num_layers, config.model.num_attention_layers
     rules = model.attention_rules | ({} if draft is None else draft.attention_rules)
 
     def agreed(name: str) -> str:  # what rank 0 has measured

@@ -121,6 +121,7 @@ def test_configs_name_no_code() -> None:
     for path in FOLDER.glob("models/*/config.json"):
         config = json.loads(path.read_text())
         assert config["architectures"][0] in (
+            "DeepseekV2ForCausalLM",
             "DeepseekV3ForCausalLM",
             "Glm4MoeLiteForCausalLM",
             "GlmMoeDsaForCausalLM",
