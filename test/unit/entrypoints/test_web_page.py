@@ -22,7 +22,7 @@ from fenceline.entrypoints.web_page import PAGE_PATHS
 from fenceline.frontend.metrics import Metrics
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer_manager import TokenizerManager
-from fenceline.ipc.io_struct import InternalState
+from fenceline.ipc.io_struct import InternalState, SchedulerReady
 
 TEXTS = {
     path.name: path.read_text(encoding="utf-8") for path in files("fenceline.entrypoints").joinpath("web").iterdir()
@@ -97,6 +97,9 @@ class Engine:
         self.failure: RequestError | None = None
         self.running = 1
         self.metrics = Metrics("demo")
+        self.limits = SchedulerReady(
+            max_total_num_tokens=4096, max_running_requests=3, max_req_input_len=63, context_length=64, memory_bytes={}
+        )
 
     async def live_state(self, num_steps: int) -> tuple[InternalState, bytes]:
         assert num_steps == NUM_STEPS
@@ -141,6 +144,7 @@ async def seen(view: LiveState) -> dict[str, Any]:
 async def test_what_it_says(view: LiveState, engine: Engine) -> None:
     engine.answer.set()
     content = await seen(view)
+    assert content["max_running_requests"] == 3, "as many as the scheduler has room for"
     assert content["model"] == "demo" and content["recorded"] == {"steps": []} and content["records_steps"] is True
     assert content["has_image_understanding"] is False and content["max_image_bytes"] == 32 << 20
     state = content["state"]

@@ -26,7 +26,7 @@ class Item:
 
     def __init__(self, *marks: str, path: str = "test_it.py") -> None:
         self.marks = marks
-        self.path = Path(path)
+        self.path, self.nodeid = Path(path), f"{path}::test_it"
         self.added: list[str] = []
 
     def get_closest_marker(self, name: str) -> str | None:

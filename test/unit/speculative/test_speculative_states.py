@@ -10,7 +10,6 @@ import pytest
 import torch
 from draft_checkpoints import random_eagle3, save_own_mtp
 from model_parity import save_checkpoint
-from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 from speculative_driver import guess
 
@@ -30,8 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     save_own_mtp("qwen3-next", folder / "qwen3-next")
     save_checkpoint("nemotron-h-moe", folder / "nemotron-h-moe")
-    (folder / "minicpm-sala").mkdir()
-    save_sala(folder / "minicpm-sala")
     save_checkpoint("qwen3", folder / _WHOLE)
     random_eagle3(Random(7)).save(folder / _EAGLE3)
     return folder
@@ -90,7 +87,6 @@ def _cached(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[int]:
         ("qwen3-next", _WHOLE, {"page_size": 64}),
         ("qwen3-next", "NEXTN", {"max_total_tokens": 464, "schedule_conservativeness": 0.01}),
         ("nemotron-h-moe", _WHOLE, {"chunked_prefill_size": 48}),
-        ("minicpm-sala", _EAGLE3, {"chunked_prefill_size": 48}),
     ],
 )
 def test_drafts_change_no_bit(folder: Path, target: str, algorithm: str, flags: dict[str, object]) -> None:
@@ -105,12 +101,7 @@ def test_drafts_change_no_bit(folder: Path, target: str, algorithm: str, flags: 
 
 @pytest.mark.parametrize(
     ("target", "algorithm", "num_steps", "share"),
-    [
-        ("qwen3-next", "NEXTN", 2, 0.0),
-        ("qwen3-next", "NEXTN", 3, 0.3),
-        ("qwen3-next", "NEXTN", 7, 0.1),
-        ("minicpm-sala", _EAGLE3, 5, 0.15),
-    ],
+    [("qwen3-next", "NEXTN", 2, 0.0), ("qwen3-next", "NEXTN", 3, 0.3), ("qwen3-next", "NEXTN", 7, 0.1)],
 )
 def test_any_of_a_steps_tokens_may_fill_a_block(
     folder: Path, target: str, algorithm: str, num_steps: int, share: float
