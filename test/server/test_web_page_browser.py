@@ -530,6 +530,7 @@ def test_refused_images_can_be_taken_back(vision: LiveServer, open_page: OpenPag
     with large.open("wb") as file:
         file.truncate((32 << 20) + 1)
     bomb.write_bytes(png(10_000, 10_000))
+    page.get_by_role("button", name="Add images").wait_for()  # by then the page knows how large a file may be
     page.locator("#image-files").set_input_files([large, bomb])
     page.get_by_role("alert").filter(has_text="large.jpg has more than the 32 MiB that the server takes.").wait_for()
     remove_buttons(page).wait_for()
