@@ -18,8 +18,8 @@ OF_RESPONSES: Any = {"type": "function", "name": "calculator", "parameters": PAR
 OF_MESSAGES: Any = {"name": "calculator", "input_schema": PARAMETERS}
 
 
-def said(text: str, role: str = "user") -> Any:
-    return {"role": role, "content": text}
+def said(content: str | list[Any], role: str = "user") -> Any:
+    return {"role": role, "content": content}
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +161,34 @@ def test_messages(tools_server: LiveServer) -> None:
     assert isinstance(trip, Trip)
     with client.messages.stream(**ask, messages=[said("Plan.")], output_format=Trip) as stream:
         assert stream.get_final_message().parsed_output == trip
+
+
+def test_an_agent_finds_its_last_prompt_in_the_cache(tools_server: LiveServer) -> None:
+    """As Claude Code asks: before the system prompt is a billing header, which is another in each request."""
+    anthropic = pytest.importorskip("anthropic", reason="the extra 'test' is not installed: no anthropic")
+    client = anthropic.Anthropic(base_url=tools_server.base_url, api_key="none", max_retries=0)
+    messages: list[Any] = []
+    num_known = 1  # tokens of the last prompt and its answer; the last of them has not been computed
+    for turn in range(10):
+        if turn % 2 == 0:
+            messages.append(said(f"What is {4821 + turn} + 377?"))
+        header = f"x-anthropic-billing-header: cc_version=2.1.37.{turn:03x}; cc_entrypoint=cli; cch={turn * 7919:05x};"
+        message = client.messages.create(
+            model="demo-tools",
+            max_tokens=64,
+            system=[{"type": "text", "text": header}, {"type": "text", "text": "You are a careful assistant."}],
+            messages=messages,
+            tools=[OF_MESSAGES],
+            extra_body={"temperature": 0, "cache_salt": "agent"},
+        )
+        [block] = message.content
+        messages.append({"role": "assistant", "content": [block.to_dict()]})
+        if turn % 2 == 0:
+            assert block.input == {"expression": f"{4821 + turn} + 377"}
+            messages.append(said([{"type": "tool_result", "tool_use_id": block.id, "content": RESULT}]))
+        else:
+            assert block.text == LAST
+        usage = message.usage
+        assert usage.cache_read_input_tokens == num_known - 1, turn
+        num_known = usage.cache_read_input_tokens + usage.input_tokens + usage.output_tokens
+    assert num_known > 400, "the conversation has grown"

@@ -26,6 +26,8 @@ from fenceline.entrypoints.openai.protocol import (
     not_too_many_tools,
 )
 
+# How the block begins that Claude Code puts before its system prompt. What follows differs from request to request.
+_BILLING_HEADER = "x-anthropic-billing-header"
 # What the fields of a block must be, by its type. Others are refused.
 _BLOCKS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
@@ -253,16 +255,26 @@ def chat_fields(body: CountBody) -> dict[str, object]:
 
 def _messages(body: CountBody) -> Iterator[dict[str, object]]:
     if body.system:
-        yield {"role": "system", "content": _text_of(body.system)}
+        yield from _system(body.system)
     for index, message in enumerate(body.messages):
-        if isinstance(message.content, str):
+        if message.role == "system":
+            yield from _system(message.content)
+        elif isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
-        elif message.role == "system":
-            yield {"role": "system", "content": _text_of(message.content)}
         elif message.role == "user":
             yield from _user(message.content, f"messages[{index}].content")
         else:
             yield _assistant(message.content)
+
+
+def _system(content: str | list[JsonObject]) -> Iterator[dict[str, object]]:
+    """The message of a string or of text blocks, without Claude Code's billing header: no request would find the prefix
+    of the one before. Nothing if there is no other block."""
+    kept = content
+    if not isinstance(content, str):
+        kept = [block for block in content if not str(block["text"]).startswith(_BILLING_HEADER)]
+    if kept or not content:
+        yield {"role": "system", "content": _text_of(kept)}
 
 
 def _user(blocks: list[JsonObject], place: str) -> Iterator[dict[str, object]]:

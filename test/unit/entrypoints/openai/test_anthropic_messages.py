@@ -246,6 +246,29 @@ async def test_what_claude_code_sends(serve, tmp_path, caplog):
     ]
 
 
+async def test_a_billing_header_is_no_part_of_the_prompt(serve, template):
+    def header(number: int) -> dict[str, str]:
+        text = f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={number:05x};"
+        return {"type": "text", "text": text}
+
+    brief = {"type": "text", "text": "Be brief."}
+    async with serve(chat_template=template) as server:
+        messages = client_of(server).messages
+        for system, inline, prompt in (
+            ([header(1), brief], [brief, header(2)], "[system]|Be brief.;[user]|Hi;[system]|Be brief.;[assistant]"),
+            ([header(3)], [header(4)], "[user]|Hi;[assistant]"),
+            (header(5)["text"], header(6)["text"], "cch=00005;;[user]|Hi;[system]|" + header(6)["text"]),
+        ):
+            asked = {"model": "byte", "system": system, "messages": [*HI, {"role": "system", "content": inline}]}
+            await messages.create(**asked, max_tokens=9)
+            assert prompt in prompt_of(server) and ("header" in prompt_of(server)) == isinstance(system, str)
+            counted = await messages.count_tokens(**asked)
+            assert counted.input_tokens == len(server.link.sent[-1].input_ids)
+        asked = {"model": "byte", "max_tokens": 9, "messages": [{"role": "user", "content": [header(7)]}]}
+        await messages.create(**asked)
+        assert header(7)["text"] in prompt_of(server), "what the user says is not touched"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
