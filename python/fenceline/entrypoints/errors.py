@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +34,12 @@ def error_bytes(error: RequestError) -> bytes:
     return orjson.dumps(error_body(error))
 
 
+def without_frames(error: RequestError) -> RequestError:
+    """A copy of ``error`` for the request's scope. The frames of an error's traceback, and of the one behind it, hold
+    the scope and the body: a cycle of up to 64 MiB, which stays until the garbage collector comes by."""
+    return copy(error)
+
+
 class ErrorResponse(Response):
     """The answer to a request that is refused for ``error``, with a body of any form. It leaves the error in the
     request's scope, where the middleware finds it to count it."""
@@ -43,7 +51,7 @@ class ErrorResponse(Response):
         if error.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         super().__init__(body, status_code=error.status, headers=headers)
-        self._error = error
+        self._error = without_frames(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[REFUSED] = self._error

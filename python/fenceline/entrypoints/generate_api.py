@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
-from fenceline.entrypoints.errors import REFUSED
+from fenceline.entrypoints.errors import REFUSED, without_frames
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
 from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.middleware import REQUEST_ID
@@ -53,7 +53,7 @@ async def generate(manager: TokenizerManager, config: EngineConfig, parser: Body
             group = await while_connected(request, work, may_wait(expanded.inputs))
     except RequestError as error:
         if body.stream and error.status == 400:
-            request.scope[REFUSED] = error
+            request.scope[REFUSED] = without_frames(error)
             return Response(error_event(error), media_type="text/event-stream")
         raise
     writers = make_writers(expanded, group, body, config, manager, thinking_end)

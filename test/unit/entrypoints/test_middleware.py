@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import orjson
@@ -16,6 +18,7 @@ from fenceline.entrypoints.json_body import PartsResponse
 from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend import tokenize_pool
+from fenceline.frontend.request_types import RequestError
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
 
@@ -76,6 +79,42 @@ async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(caplog: py
     assert start["status"] == 500
     assert orjson.loads(body["body"])["error"]["message"].startswith("internal error: KeyError")
     assert "a defect of ours" in caplog.text
+
+
+class _Body:
+    """Stands for what a handler holds of a request: bytes have no weak references."""
+
+
+async def test_a_refused_request_is_let_go_of_without_the_collector() -> None:
+    application, bodies = FastAPI(), []
+    install_error_handlers(application)
+
+    @application.post("/generate")
+    async def generate() -> None:
+        body = _Body()
+        bodies.append(weakref.ref(body))
+        try:
+            orjson.loads("not JSON")
+        except orjson.JSONDecodeError as error:
+            raise RequestError(400, "the body is not JSON") from error
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gc.disable()
+    try:
+        door = RequestMiddleware(application, AccessRules())
+        await door({**SCOPE, "query_string": b"", "http_version": "1.1"}, receive, send)
+        (body,) = bodies
+        assert body() is None
+    finally:
+        gc.enable()
+    assert sent[0]["status"] == 400
 
 
 async def test_memory_of_large_bodies_is_given_back_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
