@@ -177,7 +177,7 @@ def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> Tok
     outer = {
         name: params.pop(name)
         for name in list(params)
-        if "logprob" in name or name in ("extra_key", "priority", "body")
+        if "logprob" in name or name in ("extra_key", "priority", "body", "embed")
     }
     return TokenizedGenerateReq(
         rid=rid,

@@ -27,7 +27,7 @@ from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_byte
 from fenceline.config.image_rules import ImageRules, image_rules
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
-from fenceline.config.model_files import CONVERT_DRAFT, hub_file, model_directory, weight_files
+from fenceline.config.model_files import CONVERT_DRAFT, hub_file, model_directory, pools_last_token, weight_files
 from fenceline.config.private_files import make_private_folder, why_unusable
 from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD, WHOLE_ROWS
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
@@ -192,7 +192,7 @@ class EngineConfig:
             flags["speculative_num_draft_tokens"] = num_nodes
             flags["speculative_adaptive"] = self.speculative.is_adaptive
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
-        return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
+        return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND, "is_embedding": self.model.embeds}
 
 
 def _with_lists(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         device=device,
         prefill_attention_backend=attention[0],
         decode_attention_backend=attention[1],
-        cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
+        cuda_graph_bs=() if model.embeds else cuda_graph_bs(args, device, max_running_requests),
         piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, model, chunk or max_prefill_tokens),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         num_embedding_rows=_num_embedding_rows(model, speculative),
@@ -259,6 +259,23 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         torch_profiler_dir=_torch_profiler_dir(args),
         cuda_coredump_dir=core_dump_dir(args.cuda_coredump_dir),
     )
+
+
+def _embedding(args: ServerArgs, model: ModelConfig) -> ModelConfig:
+    """``model``, served for embeddings. Raises ``ConfigError`` for flags that need an answer's tokens, and for a model
+    whose last token's state is not all that it was trained to give."""
+    require(
+        args.speculative_algorithm is None,
+        "--speculative-algorithm: a server of embeddings (--is-embedding, or a model with modules.json) decodes"
+        " nothing; leave it out",
+    )
+    for name, wanted in (("is_causal", False), ("use_bidirectional_attention", True)):
+        require(
+            model.hf_config.get(name) is not wanted,
+            f"--model-path {args.model_path}: config.json says {name} {str(wanted).lower()}, and tokens attend to"
+            " those before them alone here; serve an embedding model that is a decoder, such as Qwen3-Embedding",
+        )
+    return dataclasses.replace(model, embeds=True)
 
 
 def _check_images(args: ServerArgs, model: ModelConfig, device: str, step_tokens: int | None) -> None:
@@ -571,6 +588,8 @@ def _read_model(
         )
         if args.dtype == "auto":
             model = dataclasses.replace(model, dtype=_auto_dtype(device, model.dtype))
+        if args.is_embedding or pools_last_token(Path(path)):
+            model = _embedding(args, model)
         if args.load_format != "dummy":
             # The scheduler reads them, but what is missing, damaged or too large is reported now.
             tensors = read_headers(weight_files(Path(path)))
@@ -597,7 +616,16 @@ def _check_weight_bytes(args: ServerArgs, model: ModelConfig, num_bytes: int, de
 
 # Fields in which a checkpoint with new weights may differ: they do not affect the computation, or the server chooses
 # them.
-_MAY_DIFFER = {"model_path", "model_type", "eos_token_ids", "bos_token_id", "dtype", "sampling_defaults", "hf_config"}
+_MAY_DIFFER = {
+    "model_path",
+    "model_type",
+    "eos_token_ids",
+    "bos_token_id",
+    "dtype",
+    "sampling_defaults",
+    "hf_config",
+    "embeds",
+}
 
 
 def check_same_model(config: EngineConfig, directory: str) -> None:

@@ -72,7 +72,8 @@ class ModelConfig:
     is None if all keys are attended to. ``vision`` is the tower of a model that reads images; None: it reads texts
     alone. ``rope_axes`` says by which axis of a token's position each rotated pair turns: 0 is time, 1 the row and 2
     the column in an image; empty: all turn by time. ``recurrent_layers`` carry a state and do not attend, so that they
-    have no rows in the KV pool; ``recurrent`` has the sizes of their heads.
+    have no rows in the KV pool; ``recurrent`` has the sizes of their heads. ``embeds``: it is served for embeddings, so
+    that it needs no head.
     """
 
     model_path: str
@@ -118,6 +119,7 @@ class ModelConfig:
     rope_axes: tuple[int, ...] = ()
     recurrent_layers: frozenset[int] = frozenset()
     recurrent: RecurrentConfig | None = None
+    embeds: bool = False
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 

@@ -185,6 +185,36 @@ def read_model_json(directory: Path) -> dict[str, object]:
     return read_json_object(path)
 
 
+def pools_last_token(directory: Path) -> bool:
+    """Whether a model directory is an embedding model of sentence-transformers (modules.json) whose embeddings are the
+    states of the last tokens. Raises ``ConfigError`` for such a model that makes them in another way."""
+    path = directory / "modules.json"
+    if not is_file(path):
+        return False
+    try:
+        modules = [(str(one["type"]).rsplit(".", 1)[-1], str(one["path"])) for one in json.loads(path.read_bytes())]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise ConfigError(f"{path}: no list of modules with type and path; download the file again") from None
+    for kind, folder in modules:
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigError(f"{path}: has a module {kind}, which is not served; use a model without it")
+        if kind == "Pooling":
+            _check_pooling(directory / folder / "config.json")
+    return True
+
+
+def _check_pooling(path: Path) -> None:
+    config = read_json_object(path)
+    named = config.get("pooling_mode")
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    if named not in ("lasttoken", ["lasttoken"], ("lasttoken",)) and modes != ["pooling_mode_lasttoken"]:
+        raise ConfigError(
+            f"{path}: pools by {named or ', '.join(modes) or 'the mean'}: only the last token's state is served, since"
+            " the states of a cached prefix's tokens are not kept; use a model that pools the last token, such as"
+            " Qwen3-Embedding"
+        )
+
+
 def _instead_of_a_model(directory: Path, convert: str = CONVERT) -> str:
     """For an error message: what a directory without config.json or without weights seems to be, and the remedy."""
     adapter = directory / "adapter_config.json"

@@ -138,10 +138,10 @@ _REMEDIES: Mapping[str, str] = {
         "--disaggregation-mode=null,none --disaggregation-* --kv-transfer-config --num-reserved-decode-tokens"
         " --enable-pdmux --pdmux-config-path --sm-group-num"
     ),
-    "only text generation is served: leave it out": (
-        "--is-embedding --runner=auto,generate --task=auto,generate --convert=auto,none --pooler-config"
-        " --override-pooler-config --enable-mis --multi-item-scoring-delimiter --tokens-only --enable-scale-out"
-    ),
+    "use --is-embedding for embeddings": "--runner=auto,generate --task=auto,generate --convert=auto,none",
+    "the last token is pooled, and its state normalised: leave it out": "--pooler-config --override-pooler-config",
+    "each item is a prompt of its own: leave it out": "--enable-mis --multi-item-scoring-delimiter",
+    "texts and tokens are served by one process: leave it out": "--tokens-only --enable-scale-out",
     "whether images are read is up to the model: leave it out": "--enable-multimodal --language-only",
     "images come in requests, or from --allowed-media-domains: leave it out": "--allowed-local-media-path",
     "images are decoded by Pillow in a process of their own: leave it out": (

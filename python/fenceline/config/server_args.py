@@ -131,6 +131,11 @@ class ServerArgs:
         "chat_template (.json), or chatml, gemma-it, llama-2, llama-3-instruct, mistral or vicuna_v1.1.",
         metavar="FILE",
     )
+    is_embedding: bool = _model(
+        False,
+        "Serve embeddings, the state of each text's last token, instead of generated text. A model with modules.json, "
+        "such as Qwen3-Embedding, is served so without the flag.",
+    )
     served_model_name: str | None = _model(None, "The model's name in the API; --model-path as given unless set.")
     weight_version: str = _model(
         "default", "A label for these weights, reported by /model_info and with every answer of /generate."

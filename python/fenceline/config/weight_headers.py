@@ -31,7 +31,7 @@ _NOT_KEPT = (".weight_shape", ".g_idx", ".inv_freq")  # tensors of which no valu
 _ON_LINE_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}  # of a number
 # The tensors of a text model, also inside one that sees images.
 _OF_TEXT = re.compile(
-    r"(?:language_model\.)?(?:(?:model|backbone)\.(?:language_model\.)?"
+    r"(?:language_model\.)?(?:(?:(?:model|backbone)\.(?:language_model\.)?|(?=embed_tokens\.|layers\.|norm\.))"
     r"(?:layers\.(?P<layer>\d+)\.(?P<inside>.+)|(?P<outside>.+))|(?P<head>lm_head\..+))"
 )
 
@@ -94,7 +94,7 @@ def check_headers(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> No
     stored_as = model.quantization
     is_plain = stored_as is None or stored_as.method == ON_LINE_METHOD
     head = next((name for name in tensors if name.startswith("lm_head.")), None)
-    if head is not None and "lm_head.weight" not in tensors and not model.tie_word_embeddings:
+    if head is not None and "lm_head.weight" not in tensors and not (model.tie_word_embeddings or model.embeds):
         raise ConfigError(f"{head}: a quantised head is not supported; use a checkpoint whose head is plain")
     if stored_as is not None and stored_as.method == "gptq":
         _check_column_order(stored_as.group_size, tensors)
@@ -143,7 +143,7 @@ def weight_bytes(model: ModelConfig, tensors: Mapping[str, StoredTensor]) -> int
     total = 0.0
     for name, stored in tensors.items():
         found = _OF_TEXT.fullmatch(name)
-        if found is None or (found["head"] and model.tie_word_embeddings) or name.endswith(_NOT_KEPT):
+        if found is None or (found["head"] and (model.tie_word_embeddings or model.embeds)) or name.endswith(_NOT_KEPT):
             continue
         if found["layer"] and int(found["layer"]) >= model.num_layers:
             continue

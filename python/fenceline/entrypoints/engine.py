@@ -30,10 +30,11 @@ from fenceline.entrypoints.launch import EngineBackend, FrontEnd
 from fenceline.entrypoints.launch import launch as launch_replicas
 from fenceline.entrypoints.native_api import describe_server
 from fenceline.entrypoints.openai.answer import AnswerHead, ServedModel
-from fenceline.entrypoints.openai.parsing import parse_body
-from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.parsing import Body, parse_body
+from fenceline.entrypoints.openai.protocol import ChatBody, EmbeddingBody
 from fenceline.entrypoints.openai.router import make_chat
 from fenceline.entrypoints.openai.serving_chat import ChatServing
+from fenceline.entrypoints.openai.serving_embeddings import EmbeddingServing, vector_of
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.update_weights import UpdateFromDiskBody, answer_of, update_from_disk, update_from_tensors
 from fenceline.frontend.request_stream import StreamGroup
@@ -299,6 +300,40 @@ class Engine:
             if not self._closed:
                 self._loop.call_soon_threadsafe(group.close)
 
+    # --- embeddings
+
+    def encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        dimensions: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """The embeddings of one text or several, given as text or token ids, by an engine with ``is_embedding``: one
+        dict for one text, a list for several, as of SGLang's: ``embedding``, floats of length 1, and ``meta_info``.
+        ``options`` are other fields of /v1/embeddings. Raises like :meth:`generate`."""
+        if (prompt is None) == (input_ids is None):
+            raise ValueError("give either prompt or input_ids, exactly one of them")
+        given: Any = input_ids if prompt is None else prompt
+        body = _checked_body(EmbeddingBody, {"input": given, "dimensions": dimensions, **options})
+        rid = body.rid or body.request_id or new_rid()
+        chunks = self._run(EmbeddingServing(self._manager, self._served).chunks(body, rid, None))
+        answers = [
+            {
+                "embedding": vector_of(chunk, dimensions).tolist(),
+                "meta_info": {
+                    "id": chunk.rid,
+                    "prompt_tokens": chunk.prompt_tokens,
+                    "cached_tokens": chunk.cached_tokens,
+                    "e2e_latency": chunk.e2e_latency,
+                },
+            }
+            for chunk in chunks
+        ]
+        several = not isinstance(given, str) and (prompt is not None or not isinstance(given[0], int))
+        return answers if several else answers[0]
+
     # --- control
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
@@ -472,9 +507,13 @@ def _body(
 def _chat_body(messages: object, params: object, options: Mapping[str, object]) -> ChatBody:
     """The request as /v1/chat/completions would get it, checked the same way. Raises ValueError."""
     given = {_CHAT_NAMES.get(name, name): value for name, value in params_dict(params).items()}
+    return _checked_body(ChatBody, {"messages": _with_image_urls(messages), **given, **options})
+
+
+def _checked_body(kind: type[Body], fields: Mapping[str, object]) -> Body:
+    """``fields`` as a route would get them, checked the same way. Raises ValueError."""
     try:
-        fields = {"messages": _with_image_urls(messages), **given, **options}
-        return parse_body(ChatBody, _as_json(fields), UnknownFields(strict=True))
+        return parse_body(kind, _as_json(fields), UnknownFields(strict=True))
     except RequestError as error:
         raise _python_error(error) from error
 

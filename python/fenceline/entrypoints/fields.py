@@ -167,6 +167,28 @@ CHAT: Mapping[str, Refused] = {
     "web_search_options": Refused("nothing is searched for; put what must be known into the messages"),
 }
 
+# Requests that are read and generate nothing.
+READING: Mapping[str, Refused] = {
+    **{
+        name: GENERATION[name]
+        for name in (
+            "truncate_prompt_tokens", "truncation_side", "image_data", "video_data", "audio_data",
+            "mm_processor_kwargs", "lora_path", "lora_id", "data_parallel_rank", "routed_dp_rank",
+            "return_hidden_states",
+        )
+    },
+    "stream": Refused("the answer comes as a whole; leave it out"),
+}  # fmt: skip
+
+EMBEDDING: Mapping[str, Refused] = {
+    **READING,
+    "n": Refused("an input has one embedding; leave it out", neutral=(1,)),
+    "messages": Refused("send the text as input"),
+    "embed_dtype": Refused("embeddings are float32; leave it out", neutral=("float32",)),
+    "endianness": Refused("base64 is of little-endian numbers; leave it out", neutral=("little", "native")),
+    **_same("normalize use_activation", Refused("embeddings have length 1; leave it out", neutral=(True,))),
+}
+
 # A message of a conversation.
 MESSAGE: Mapping[str, Refused] = {
     "audio": _TEXT_ONLY,

@@ -173,8 +173,8 @@ class NativeApi:
 
     @for_clients
     async def health_generate(self) -> Response:
-        """200 if each replica generates a token, for this request or any other, within 20 seconds, else 503. Also 200
-        while weights are being replaced, when nothing is generated."""
+        """200 if each replica generates a token, or embeds one, for this request or any other, within 20 seconds, else
+        503. Also 200 while weights are being replaced, when nothing is generated."""
         if self._manager.serving and self._manager.control.updating:
             return Response(status_code=200)
         probes = [
@@ -183,6 +183,7 @@ class NativeApi:
                 input_ids=[self._config.model.bos_token_id or 0],
                 sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
                 replica=replica,
+                embed=self._config.model.embeds,
             )
             for replica in range(self._config.server_args.dp_size)
         ]
@@ -216,7 +217,7 @@ class NativeApi:
                 "model_path": self._manager.weights.model_path,
                 "tokenizer_path": config.tokenizer_path,
                 "served_model_name": config.served_model_name,
-                "is_generation": True,
+                "is_generation": not config.model.embeds,
                 "preferred_sampling_params": None,
                 "weight_version": self._manager.weights.version,
                 "architecture": config.model.architecture,

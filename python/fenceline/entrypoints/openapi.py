@@ -15,6 +15,7 @@ import msgspec
 import orjson
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -23,7 +24,7 @@ from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.protocol import CountBody, MessagesBody
 from fenceline.entrypoints.generate_body import GenerateBody
 from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody
 from fenceline.entrypoints.openai.responses_protocol import ResponsesBody
 from fenceline.entrypoints.update_weights import UpdateFromDiskBody, UpdateFromTensorBody
 
@@ -42,6 +43,7 @@ BODIES: dict[str, tuple[type, bool]] = {
     "/v1/detokenize": (DetokenizeBody, False),
     "/v1/completions": (CompletionBody, False),
     "/v1/chat/completions": (ChatBody, False),
+    "/v1/embeddings": (EmbeddingBody, False),
     "/v1/responses": (ResponsesBody, False),
     "/v1/messages": (MessagesBody, False),
     "/v1/messages/count_tokens": (CountBody, False),
@@ -59,7 +61,7 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
         structs, schema_hook=lambda kind: {"description": "any JSON value"}, ref_template=_REFS + "{name}"
     )
     _, models = models_json_schema(
-        [(kind, "validation") for kind in (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody)],
+        [(kind, "validation") for kind, _ in BODIES.values() if issubclass(kind, BaseModel)],
         ref_template=_REFS + "{model}",
     )
     document.setdefault("components", {}).setdefault("schemas", {}).update({**components, **models["$defs"]})

@@ -37,6 +37,7 @@ from fenceline.ipc.io_struct import IdArray, SchedulerReady, TokenizedGenerateRe
 from fenceline.sampling.sampling_params import SamplingParams
 
 _FEW_IDS = 256  # numpy's calls cost more than looking at so many
+_OF_EMBEDDINGS = SamplingParams(max_new_tokens=0, temperature=0.0)
 
 
 def check_untokenised(
@@ -45,6 +46,7 @@ def check_untokenised(
     """Check everything that can be checked before tokenising, except sampling parameters and token ids. Raises
     RequestError with the remedy for the first thing that is wrong."""
     vocab_size = config.model.vocab_size
+    check_kind(inp.embed, config)
     if (inp.text is None) == (inp.input_ids is None):
         raise RequestError(400, "give either text or input_ids, exactly one of them", param="text")
     if inp.text is not None and tokenizer is None:
@@ -65,6 +67,21 @@ def check_untokenised(
         check_length(len(inp.text), tokenizer, config, limits)
     longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
     _check_logprob_start(inp, longest)
+
+
+def check_kind(embed: bool, config: EngineConfig) -> None:
+    """Raise RequestError for a request that embeds on a server that generates, and the other way round."""
+    if embed == config.model.embeds:
+        return
+    if embed:
+        raise RequestError(
+            400, "this server generates text: start it with --is-embedding for embeddings", code="unsupported"
+        )
+    raise RequestError(
+        400,
+        "this server embeds texts and generates none: use /v1/embeddings, or start it without --is-embedding",
+        code="unsupported",
+    )
 
 
 def check_length(num_chars: int, tokenizer: Tokenizer, config: EngineConfig, limits: SchedulerReady) -> None:
@@ -329,7 +346,9 @@ def build_message(
         rid=wire_rid,
         input_ids=ids,
         images=list(images),
-        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits, images),
+        sampling_params=_OF_EMBEDDINGS
+        if inp.embed
+        else fit_params(inp.sampling_params, len(ids), vocab_size, limits, images),
         stream=inp.stream,
         return_logprob=inp.return_logprob,
         logprob_start_len=inp.logprob_start_len,
@@ -341,4 +360,5 @@ def build_message(
         grammar=grammar,
         think=inp.think if grammar else None,
         replica=inp.replica,
+        embed=inp.embed,
     )

@@ -64,6 +64,7 @@ class RequestEntry:
             num_retractions=token.num_retractions,
             cached_tokens_details=token.cached_tokens_details,
             spec=token.spec,
+            embedding=None if token.decode is None else token.decode.embedding,
         )
         return chunk if token.finish_reason is None else msgspec.structs.replace(chunk, times=self.times(now))
 

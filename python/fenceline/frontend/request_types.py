@@ -113,7 +113,8 @@ class GenerateInput:
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
     ``logprob_start_len``, ``token_ids_logprob``, ``extra_key`` and ``priority`` are those of
     :class:`TokenizedGenerateReq`; a ``priority`` of None is --default-priority-value. ``grammar``: the form of the
-    answer, None for any, which begins after what the model thinks between the tokens ``think``.
+    answer, None for any, which begins after what the model thinks between the tokens ``think``. ``embed``: the answer
+    is the prompt's embedding, for which no sampling parameter matters.
     """
 
     text: str | None = None
@@ -133,6 +134,7 @@ class GenerateInput:
     grammar: GrammarSpec | None = None
     think: ThinkTokens | None = None
     replica: int | None = None  # of several, the one that must answer
+    embed: bool = False
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +149,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The new output of one request since its last chunk. Chunks for a slow reader are merged, not queued. ``text``,
     ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and ``e2e_latency`` (seconds since
     the request arrived) are totals. ``input_logprobs`` comes once, with the first chunk. ``finish_reason`` and
-    ``times`` are not None in the last chunk only."""
+    ``times`` are not None in the last chunk only, nor is ``embedding``, of a request that embeds (see
+    ``DecodeInfo``)."""
 
     rid: str
     text: str
@@ -163,6 +166,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_details: CachedTokensDetails | None = None  # None without HiCache
     times: RequestTimes | None = None
     spec: SpecCounts | None = None  # None without speculation
+    embedding: bytes | None = None
 
     @property
     def finished(self) -> bool:

@@ -59,7 +59,8 @@ class TokenizePool:
         Raises RequestError as soon as a text that is tokenised in pieces has more than ``max_tokens``, or all texts
         together have more than ``max_total``, and for a string that is not valid Unicode.
 
-        ``truncate``: return the first ``max_tokens`` of each text instead; the rest is not tokenised.
+        ``truncate``: return the first ``max_tokens`` of each text instead, the last of which are the special ones that
+        end a text; the rest is not tokenised.
         """
         num_chars = sum(map(len, texts))
         inline = num_chars <= INLINE_CHARS and len(texts) <= _INLINE_TEXTS
@@ -90,7 +91,11 @@ class TokenizePool:
                     raise _too_many("the texts together have", max_total)
             for index in cut:
                 encoded[index].extend(after)
-            return [ids[:max_tokens] for ids in encoded] if truncate else list(encoded)
+            for ids in encoded if truncate else ():
+                if len(ids) > max_tokens:  # it ends as others do
+                    del ids[max_tokens - len(after) :]
+                    ids.extend(after)
+            return list(encoded)
         finally:
             if num_chars > _FEW_CHARS:
                 self._memory.freed(num_chars)

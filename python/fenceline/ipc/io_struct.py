@@ -63,7 +63,7 @@ class TokenizedGenerateReq(Message):
     ``input_ids`` and ``images`` are empty. ``images`` have
     their places in ``input_ids``. ``same_bias``: the same of its ``logit_bias``, which is then None. ``grammar``: the
     :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from what the model thinks between the tokens
-    ``think``.
+    ``think``. ``embed``: its answer is the prompt's embedding; ``max_new_tokens`` is 0, and nothing is scored.
     """
 
     rid: str
@@ -83,6 +83,7 @@ class TokenizedGenerateReq(Message):
     grammar: int = 0
     think: ThinkTokens | None = None
     replica: int | None = None  # of several, the one that must answer it
+    embed: bool = False
 
 
 class LoadGrammarReq(Message):
@@ -322,11 +323,13 @@ class SpecCounts(msgspec.Struct, frozen=True, array_like=True):
 class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What is told of a request once, with its first :class:`TokenOut`: what the detokenizer must know, and
     ``queue_time_s``, the seconds from its arrival at the scheduler to the step that began it (None: it never began).
+    ``embedding``: float32, not normalised, of a request that embeds; its first message is its last.
     """
 
     prompt_tail_ids: list[int]  # last prompt tokens: context for incremental decoding
     sampling_params: SamplingParams
     queue_time_s: float | None = None
+    embedding: bytes | None = None
 
 
 class BatchTokenOut(Message):

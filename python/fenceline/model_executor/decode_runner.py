@@ -72,7 +72,7 @@ class Logits:
     ``positions`` and ``rows`` [S] int64, and the requests' ``sampling`` are given. ``prompt_logprobs``: of the prompt
     tokens that are scored; they do not depend on the tokens that are drawn. ``num_verified``: of a speculative decode
     step, its rows for each request; what is drawn then goes to ``SpeculativeRunner.accept``. ``extended``: of a prefill
-    step with a draft.
+    step with a draft. ``embeddings``: see ``StepOutput``.
     """
 
     tokens: torch.Tensor | None = None
@@ -84,6 +84,7 @@ class Logits:
     prompt_logprobs: OutputLogprobs | None = None
     num_verified: int = 0
     extended: Extended | None = None
+    embeddings: torch.Tensor | None = None
 
 
 def plan_arrays(batch: StepBatch, sampling: Mapping[str, npt.NDArray[np.generic]]) -> Arrays:

@@ -74,8 +74,8 @@ class ExtendRunner:
         return arrays if self._speculative is None else arrays | self._speculative.draft.prefill_arrays(batch)
 
     def forward(self, batch: StepBatch, views: Views) -> Logits:
-        """Submit the forward: the KV of the chunks, and the logits of their ends and of the tokens that are scored.
-        ``views``: the uploaded arrays of :meth:`arrays`."""
+        """Submit the forward: the KV of the chunks, and the logits of their ends and of the tokens that are scored, but
+        none if all of these ends embed. ``views``: the uploaded arrays of :meth:`arrays`."""
         speculative = self._speculative
         attention = _extend_attention(batch, views, self._parts.req_pool.page_table)
         self._begin_penalties(batch, views)
@@ -104,7 +104,11 @@ class ExtendRunner:
             x = read()
         else:
             x = encoded_first(self._parts.device, partial(self._encoder.encode, batch.encodes, views), read)
-        values = self._parts.model.own_logits(x, forward_batch)
+        embeddings = values = None
+        if "embed_index" in views:
+            embeddings = self._parts.model.embeddings(x, views["embed_index"])
+        if embeddings is None or len(embeddings) < len(views["logits_index"]):
+            values = self._parts.model.own_logits(x, forward_batch)
         self._visit_pages(views, When.AFTER)
         extended = None
         if speculative is not None:
@@ -118,12 +122,13 @@ class ExtendRunner:
         num_sampled = len(batch.sampling)
         prompts = None
         if "prompt_targets" in views:
+            assert values is not None, "what embeds scores no prompt"
             fixed_order = self._parts.config.server_args.enable_deterministic_inference
             whole = self._parts.model.lm_head.whole_logits(values[num_sampled:])
             prompts = _score_prompts(batch, views, whole, fixed_order)
-        if not num_sampled:
-            none = torch.empty(0, dtype=torch.int64, device=self._parts.device.torch_device)
-            return Logits(tokens=none, prompt_logprobs=prompts, extended=extended)
+        if not num_sampled or values is None:  # nobody reads the tokens of requests that embed
+            tokens = torch.zeros(num_sampled, dtype=torch.int64, device=self._parts.device.torch_device)
+            return Logits(tokens=tokens, prompt_logprobs=prompts, extended=extended, embeddings=embeddings)
         return Logits(
             values=values[:num_sampled],
             positions=views["sample_positions"],
@@ -131,6 +136,7 @@ class ExtendRunner:
             sampling=SamplingBatch.from_views(batch.sampling, views),
             prompt_logprobs=prompts,
             extended=extended,
+            embeddings=embeddings,
         )
 
     def _image_rows(self, views: Views) -> ImageRows | None:
@@ -224,6 +230,8 @@ def _extend_arrays(batch: StepBatch) -> Arrays:
             targets.append(_prompt_targets(chunk))
             named_rows.append(np.full(len(chunk.scored), i, dtype=np.int64))
     arrays["logits_index"] = concatenated(logits_index)
+    if embeds := [end - 1 for end, chunk in zip(starts[1:], chunks, strict=True) if chunk.embeds]:
+        arrays["embed_index"] = np.array(embeds, dtype=np.int64)
     if targets:
         arrays["prompt_targets"] = np.concatenate(targets)
         if any(chunk.token_ids_logprob for chunk in chunks):

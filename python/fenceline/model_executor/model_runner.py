@@ -352,6 +352,8 @@ class ModelRunner:
             self.speculative.draft.after_prefill(logits.extended, tokens, logits.sampling)
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
+        if logits.embeddings is not None:
+            results |= {"embeddings": logits.embeddings}
         communicator = self.model.context.shard.communicator
         return self._result(results, None if communicator is None else communicator.check)
 

@@ -70,7 +70,8 @@ class Chunk:
     where their KV goes. ``following``: the prompt's tokens after the chunk that the step reads: at most one, or with a
     draft ``DraftConfig.lookahead``. ``scored``: the offsets in the chunk whose logits score a prompt token, which is
     the next one; ``top_logprobs`` and ``token_ids_logprob`` say which further logprobs are wanted there. ``history``
-    (prompt ids, output ids) is given if the request has penalties and samples its first token in this step.
+    (prompt ids, output ids) is given if the request has penalties and samples its first token in this step. ``embeds``:
+    whether the step yields the state of the chunk's last token, its prompt's embedding.
 
     Of a prompt with images: ``image_rows`` [T + n] has for each token of one the row of its embedding in the device's
     pool, and the sink's for all others; the last n are those of the tokens behind the chunk of which a draft reads
@@ -86,6 +87,7 @@ class Chunk:
     top_logprobs: int = 0
     token_ids_logprob: tuple[int, ...] = ()
     history: tuple[I64, I64] | None = None
+    embeds: bool = False
     image_rows: I64 | None = None
     axes: I64 | None = None
     position_delta: int = 0
@@ -251,7 +253,8 @@ class StepOutput:
     order. ``counts`` [S]: the number of tokens of each request, at least one; None if each has one. ``logprobs`` are
     those of ``tokens``; ``prompt_logprobs`` those of all wanted prompt positions, in batch order. ``bad_drafts`` [S]: 1
     for a request whose draft was unusable, because logits were not finite or ids were no tokens. ``findings``: what
-    ``--memory-check full`` has found, in this step."""
+    ``--memory-check full`` has found, in this step. ``embeddings`` [E, hidden_size]: those of the chunks that embed, in
+    batch order; None if none does. The tokens of their requests mean nothing."""
 
     tokens: I64
     logprobs: LogprobValues | None
@@ -259,6 +262,7 @@ class StepOutput:
     counts: I64 | None = None
     bad_drafts: I64 | None = None
     findings: tuple[PageFinding, ...] = ()
+    embeddings: F32 | None = None
 
     def token_counts(self, num_reqs: int) -> list[int]:
         """``counts`` as a list; ``num_reqs``: how many requests sampled."""
@@ -303,7 +307,16 @@ class ForwardResult:
         findings: tuple[PageFinding, ...] = ()
         if self._read_findings is not None:
             findings = self._read_findings(np.asarray(values["findings"], dtype=np.int32))
-        return StepOutput(tokens, logprobs, _logprobs(values, "prompt"), counts, bad_drafts, findings)
+        embeddings = values.get("embeddings")
+        return StepOutput(
+            tokens,
+            logprobs,
+            _logprobs(values, "prompt"),
+            counts,
+            bad_drafts,
+            findings,
+            None if embeddings is None else np.asarray(embeddings, dtype=np.float32),
+        )
 
 
 class HeldStep:

@@ -83,8 +83,8 @@ class CausalLM:
         for layer, following in pairwise(self.layers[self._num_deepstack :]):  # before these nothing else is added
             layer.last.next_norm = following.self_attn.input_norm
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
+        self.lm_head = self.embed_tokens  # also of a model for embeddings, whose head nobody asks
+        if not config.tie_word_embeddings and not config.embeds:
             self.lm_head = VocabParallelEmbedding(*sizes, context, *scales)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -121,6 +121,10 @@ class CausalLM:
     def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """This rank's columns of ``compute_logits``: see ``VocabParallelEmbedding``."""
         return self.lm_head.own_logits(logits_rows(x, batch), self.norm, batch.logits_out)
+
+    def embeddings(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``hidden_states`` x [T, hidden_size] → what the head would read of its rows ``index`` [E], in float32."""
+        return self.norm.forward(x.index_select(0, index)).float()
 
     @property
     def attention_rules(self) -> dict[int, LayerRules]:
@@ -261,7 +265,7 @@ def split_fused(slots: WeightSlots, weights: Weights) -> Iterator[tuple[str, tor
     """``weights``, with fused matrices split if the model has slots for their parts, and under our names where other
     tools have given a tensor another one."""
     for given, tensor in weights:
-        for name in (given, _our_name(given)):
+        for name in (given, _our_name(given), f"model.{given}"):  # without it in the files of embedding models
             module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
             of_parts = (
                 [name.replace(f".{module}.", f".{part}.") for part in ps] for fused, ps in FUSED if fused == module

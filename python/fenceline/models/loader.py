@@ -102,7 +102,7 @@ def load_draft_model(
 def _with_stored_head(config: ModelConfig, files: Sequence[Path]) -> ModelConfig:
     """``config``, untied if it says that the head is the embedding and ``files`` have another head. The stored weights
     are the model that was trained, so they decide, as in transformers."""
-    if not config.tie_word_embeddings or not _stores_another_head(files):
+    if config.embeds or not config.tie_word_embeddings or not _stores_another_head(files):
         return config
     logger.warning(
         "config.json says tie_word_embeddings, but lm_head.weight is not the embedding: the stored head is used"
@@ -200,7 +200,7 @@ def check_weights(model: CausalLM, weights: NewWeights) -> None:
     decide whether a format is supported or the model shares its head with the embedding."""
     files = weights.files()
     model.load_weights(_read_headers(files), weights.partly, only_check=True)
-    if model.lm_head is model.embed_tokens and _stores_another_head(files):
+    if model.lm_head is model.embed_tokens and not model.config.embeds and _stores_another_head(files):
         raise ValueError(
             "lm_head.weight is not the embedding, which the model that is served has as its head; start a server with"
             " these weights"

@@ -351,6 +351,7 @@ class PrefillPlanner:
             top_logprobs=req.source.top_logprobs_num if req.scores_prompt else 0,
             token_ids_logprob=tuple(req.source.token_ids_logprob) if req.scores_prompt else (),
             history=history,
+            embeds=done and req.source.embed,
         )
 
     def _with_images(self, chunk: Chunk, plan: _Plan, req: Req, start: int) -> Chunk:

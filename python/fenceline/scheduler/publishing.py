@@ -115,13 +115,17 @@ class Publisher:
         completed: list[Req] = []
         tokens = out.tokens.tolist()
         counts = iter(out.token_counts(len(batch.sampling)))
-        num_tokens = num_scored = 0
+        num_tokens = num_scored = num_embedded = 0
         columns = (batch.chunks, batch.starts.tolist(), batch.seq_lens.tolist(), batch.samples.tolist())
         for req, chunk, start, length, samples in zip(reqs, *columns, strict=True):
             scored, num_scored = num_scored, num_scored + len(chunk.scored)
             sampled, num_tokens = num_tokens, num_tokens + (next(counts) if samples else 0)
+            embedded, num_embedded = num_embedded, num_embedded + chunk.embeds
             if req.left:
                 continue
+            if chunk.embeds:
+                assert out.embeddings is not None, "a step yields what its chunks ask for"
+                req.embedding = out.embeddings[embedded].tobytes()
             req.committed_len = length
             if chunk.scored and out.prompt_logprobs is not None:
                 position = start + chunk.scored.start + 1

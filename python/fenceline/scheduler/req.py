@@ -138,6 +138,7 @@ class Req:
     announced: bool = False  # the detokenizer knows this request
     prompt_log: LogprobLog | None = None
     output_log: LogprobLog | None = None
+    embedding: bytes | None = None  # see DecodeInfo
     # Seconds of the statistics' clock. No decision depends on it, nor on queue_time_s.
     arrived_at: float = 0.0
     queue_time_s: float | None = None  # from its arrival to its first step
@@ -236,6 +237,7 @@ class Req:
             prompt_tail_ids=self.prompt_ids[-_DECODE_CONTEXT:].tolist(),
             sampling_params=self.source.sampling_params,
             queue_time_s=self.queue_time_s,
+            embedding=self.embedding,
         )
 
     def finish_reason_after(self, token: int) -> FinishReason | None:

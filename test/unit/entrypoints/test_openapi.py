@@ -24,7 +24,7 @@ from fenceline.frontend.metrics import Metrics
 OPEN_PATHS = {"/health", "/metrics"}
 NORMAL_PATHS = {
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/responses", "/v1/responses/{id}",
+    "/v1/responses", "/v1/responses/{id}", "/v1/embeddings",
     "/v1/models", "/v1/models/{name}", "/tokenize",
     "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
     "/weight_version", "/get_weight_version",

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.middleware import REQUEST_ID
-from fenceline.entrypoints.openai.protocol import CommonBody, GenerationBody
+from fenceline.entrypoints.openai.protocol import CommonBody, GenerationBody, ReadingBody
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, GenerateInput, MediaSource, RequestError, new_rid
 from fenceline.frontend.tokenizer import Tokenizer
@@ -55,6 +55,7 @@ class ServedModel:
 
     name: str
     context_length: int
+    hidden_size: int
     sampling_defaults: Mapping[str, float | int]
     cache_report: bool
     strict_name: bool
@@ -67,6 +68,7 @@ class ServedModel:
         return cls(
             config.served_model_name,
             config.model.context_length,
+            config.model.hidden_size,
             defaults,
             config.server_args.enable_cache_report,
             config.server_args.strict_model_name,
@@ -113,7 +115,9 @@ class AnswerHead:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def answer_id(prefix: str, body: CommonBody, request: Request, generator: Generator) -> AbstractContextManager[str]:
+def answer_id(
+    prefix: str, body: CommonBody | ReadingBody, request: Request, generator: Generator
+) -> AbstractContextManager[str]:
     """The id of an answer, by which it can be aborted: the client's own, or ``prefix`` and the HTTP request's id."""
     given = body.rid or body.request_id
     if given is not None:

@@ -12,10 +12,25 @@ from pydantic import BaseModel, ValidationError
 
 from fenceline.config.request_limits import MAX_ARGUMENT_VALUES
 from fenceline.constrained.spec import ANY_OBJECT, GrammarSpec
-from fenceline.entrypoints.fields import CHAT, COMPLETION, MESSAGE, MESSAGE_WITHOUT_EFFECT, FieldRules, UnknownFields
+from fenceline.entrypoints.fields import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    MESSAGE,
+    MESSAGE_WITHOUT_EFFECT,
+    FieldRules,
+    UnknownFields,
+)
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.json_body import count_values
-from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CommonBody, CompletionBody, GenerationBody
+from fenceline.entrypoints.openai.protocol import (
+    ChatBody,
+    ChatMessage,
+    CommonBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+)
 from fenceline.entrypoints.openai.tool_call_parser import CallTexts
 from fenceline.frontend.request_types import RequestError, check_num_params
 from fenceline.sampling.sampling_params import SamplingParams
@@ -28,6 +43,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _RULES: Mapping[type[BaseModel], FieldRules] = {
     CompletionBody: FieldRules(CompletionBody.model_fields, COMPLETION),
     ChatBody: FieldRules(ChatBody.model_fields, CHAT),
+    EmbeddingBody: FieldRules(EmbeddingBody.model_fields, EMBEDDING),
 }
 _MESSAGE_RULES = FieldRules(ChatMessage.model_fields, MESSAGE, MESSAGE_WITHOUT_EFFECT)
 

@@ -107,6 +107,31 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
+class ReadingBody(StrictModel):
+    """The fields of routes whose requests are read, and generate no text."""
+
+    model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
+    rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_BYTES)
+    request_id: str | None = Field(default=None, min_length=1, max_length=MAX_RID_BYTES)  # vLLM's name of it
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+    @property
+    def stream(self) -> bool:
+        """Nothing is streamed."""
+        return False
+
+
+class EmbeddingBody(ReadingBody):
+    """The body of /v1/embeddings."""
+
+    input: Annotated[list[Prompt], PlainValidator(parse_prompts)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1)
+    add_special_tokens: bool = True
+
+
 class CommonBody(StrictModel):
     """The fields that mean the same on every route of OpenAI and Anthropic that generates. Every such body extends this
     one. A route whose requests are answered as chat completions hands them on with :func:`common_fields`, so that no

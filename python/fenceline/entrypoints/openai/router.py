@@ -17,10 +17,11 @@ from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, answer_id
 from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
+from fenceline.entrypoints.openai.serving_embeddings import EmbeddingServing
 from fenceline.entrypoints.openai.serving_responses import ResponsesServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
@@ -36,6 +37,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
     completions = CompletionServing(manager, model, texts)
     chat = make_chat(manager, config, model, texts)
+    embeddings = EmbeddingServing(manager, model)
     router = APIRouter(tags=["OpenAI"])
     _add_model_routes(router, model)
     for serving in (ResponsesServing(chat, model, parser), MessagesServing(chat, model, manager, parser)):
@@ -69,6 +71,19 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
+    @router.post("/v1/embeddings")
+    @for_clients
+    async def create_embeddings(request: Request) -> Response:
+        """Embed a text, token ids or a batch of either."""
+        try:
+            body = await parser.parse(request, _parse_embedding)
+            with answer_id("embd-", body, request, manager) as rid:
+                return await embeddings.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
+        except RequestError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
     return router
 
 
@@ -88,6 +103,7 @@ def make_chat(manager: Generator, config: EngineConfig, model: ServedModel, text
 
 _parse_completion = partial(parse_body, CompletionBody)
 _parse_chat = partial(parse_body, ChatBody)
+_parse_embedding = partial(parse_body, EmbeddingBody)
 
 
 def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
