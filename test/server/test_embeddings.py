@@ -1,9 +1,10 @@
-"""Embeddings over HTTP, from Python and by clients: a live server of a small random model, and transformers' values."""
+"""Embeddings, rerank and score over HTTP, from Python and by clients: small random models, transformers' values."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +12,18 @@ import numpy as np
 import openai
 import pytest
 import transformers
-from embedding_model import HIDDEN, embedding_of, make_tokenizer, random_qwen3, save_embedder
+from embedding_model import (
+    HIDDEN,
+    embedding_of,
+    make_tokenizer,
+    next_probabilities,
+    random_qwen3,
+    save_embedder,
+    save_reranker,
+)
 from live_server import LiveServer
+
+import fenceline
 
 pytestmark = pytest.mark.slow
 TEXTS = ["The fox", "A dog sleeps. " * 12, "x"]
@@ -25,9 +36,14 @@ def reference() -> transformers.PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def server(reference: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def path(reference: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("embedder")
     save_embedder(reference, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[LiveServer]:
     flags = ["--max-total-tokens", "4096", "--served-model-name", "tiny", "--enable-cache-report"]
     with LiveServer.real("--model-path", str(path), "--device", "cpu", *flags) as live:
         yield live.wait_ready()
@@ -142,3 +158,105 @@ def test_nothing_is_generated(client: httpx.Client) -> None:
         assert answer.status_code == 400 and "use /v1/embeddings" in answer.text, (path, answer.text)
     assert client.get("/health_generate").status_code == 200
     assert client.get("/model_info").json()["is_generation"] is False
+
+
+def test_documents_by_their_embeddings(client: httpx.Client, reference: transformers.PreTrainedModel) -> None:
+    query, instruct = "Which one?", "Find it"
+    documents = ["The fox", "A dog", "The fox", "x"]
+    asked = embedding_of(reference, ids_of(f"Instruct: {instruct}\nQuery:{query}"))
+    wanted = [float(asked @ embedding_of(reference, ids_of(text))) for text in documents]
+    body = {"query": query, "documents": [documents[0], {"text": documents[1]}, *documents[2:]], "instruct": instruct}
+    for route in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = client.post(route, json=body).json()
+        order = [one["index"] for one in answer["results"]]
+        assert order == sorted(range(4), key=lambda index: (-round(wanted[index], 5), index))
+        close([one["relevance_score"] for one in answer["results"]], [wanted[index] for index in order])
+        assert [one["document"]["text"] for one in answer["results"]] == [documents[index] for index in order]
+    assert answer["usage"]["total_tokens"] == len(ids_of(f"Instruct: {instruct}\nQuery:{query}")) + 8 + 6 + 2
+    few = client.post("/v1/rerank", json=body | {"top_n": 2, "return_documents": False}).json()
+    assert [set(one) for one in few["results"]] == [{"index", "relevance_score"}] * 2
+
+    pairs = client.post("/v1/score", json={"text_1": "The fox", "text_2": ["The fox", "x"]}).json()
+    assert pairs["object"] == "list" and [one["index"] for one in pairs["data"]] == [0, 1]
+    other = embedding_of(reference, ids_of("The fox")) @ embedding_of(reference, ids_of("x"))
+    close([one["score"] for one in pairs["data"]], [1.0, other])
+
+
+BAD_PAIRS = [
+    ("/v1/rerank", {"documents": ["a"]}, "query"),
+    ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "empty"),
+    ("/v1/rerank", {"query": "a", "documents": ["a", ""]}, "empty"),
+    ("/v1/rerank", {"query": "a", "documents": [{"image": "a"}]}, "documents"),
+    ("/v1/rerank", {"query": "a", "documents": ["a"] * 4097}, "at most 4096"),
+    ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+    ("/v1/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 9}, "--allow-auto-truncate"),
+    ("/v1/score", {}, "give text_1 and text_2"),
+    ("/v1/score", {"text_1": "a"}, "give both"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "2 and 3 texts"),
+    ("/v1/score", {"text_1": [5], "text_2": "a"}, "text_1"),
+    ("/v1/score", {"text_1": "a", "text_2": "b", "queries": "c", "documents": "d"}, "give text_1 and text_2"),
+    ("/v1/score", {"query": "a", "label_token_ids": [5]}, "needs query and items"),
+    ("/v1/score", {"query": "a", "items": [[5]], "label_token_ids": [5]}, "both be texts or both"),
+    ("/v1/score", {"query": ["a", "b"], "items": "a", "label_token_ids": [5]}, "one text"),
+    ("/v1/score", {"query": "a", "items": "a", "label_token_ids": [5]}, "use /v1/embeddings"),
+    ("/v1/score", {"query": "a", "items": "a", "label_token_ids": [5] * 129}, "label_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "message"), BAD_PAIRS)
+def test_wrong_pairs_are_refused(client: httpx.Client, route: str, body: dict[str, Any], message: str) -> None:
+    answer = client.post(route, json=body)
+    assert answer.status_code == 400, answer.text[:200]
+    assert message in answer.json()["error"]["message"]
+
+
+def test_from_python(path: Path, reference: transformers.PreTrainedModel) -> None:
+    with fenceline.Engine(str(path), device="cpu", max_total_tokens=2048) as engine:
+        several = engine.encode(TEXTS, dimensions=9)
+        close([one["embedding"] for one in several], [embedding_of(reference, ids_of(text), 9) for text in TEXTS])
+        one = engine.encode(input_ids=ids_of(TEXTS[0]))
+        close(one["embedding"], embedding_of(reference, ids_of(TEXTS[0])))
+        assert one["meta_info"]["prompt_tokens"] == len(ids_of(TEXTS[0]))
+        with pytest.raises(ValueError, match="between 1 and 64"):
+            engine.encode("a", dimensions=65)
+        with pytest.raises(ValueError, match="generates none|generate none"):
+            engine.generate("a")
+
+
+def test_a_model_that_generates_judges(reference: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    save_reranker(reference, tmp_path)
+    tokenizer = make_tokenizer(appends=False)
+    yes, no = tokenizer.token_to_id("yes"), tokenizer.token_to_id("no")
+
+    def judged(query: str, document: str, instruct: str) -> float:
+        prompt = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
+            ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+            f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        both = next_probabilities(reference, tokenizer.encode(prompt).ids)[[yes, no]]
+        return float(both[0] / both.sum())
+
+    documents = ["The fox", "A dog sleeps.", "x"]
+    usual = "Given a web search query, retrieve relevant passages that answer the query"
+    with fenceline.Engine(str(tmp_path), device="cpu", max_total_tokens=4096, page_size=16) as engine:
+        for options, instruct in (({}, usual), ({"instruct": "Find it"}, "Find it")):
+            wanted = [judged("Which?", document, instruct) for document in documents]
+            answer = engine.rerank("Which?", documents, top_n=2, **options)
+            order = sorted(range(3), key=lambda index: -wanted[index])[:2]
+            assert [one["index"] for one in answer["results"]] == order
+            close([one["relevance_score"] for one in answer["results"]], [wanted[index] for index in order])
+        close(engine.score(text_1="Which?", text_2=documents), [judged("Which?", one, usual) for one in documents])
+
+        labels = [7, 9, 30]
+        following = [next_probabilities(reference, tokenizer.encode("ab" + item).ids)[labels] for item in documents]
+        close(engine.score("ab", documents, labels), following)
+        close(engine.score("ab", documents, labels, True), [each / each.sum() for each in following])
+        first = next_probabilities(reference, [3, 4, 5])[labels]
+        close(engine.score([5], [[3, 4]], labels, item_first=True), [first])
+        with pytest.raises(ValueError, match="start it with --is-embedding"):
+            engine.encode("a")
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            engine.score("a", ["b"], [500])

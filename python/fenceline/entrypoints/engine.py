@@ -31,10 +31,11 @@ from fenceline.entrypoints.launch import launch as launch_replicas
 from fenceline.entrypoints.native_api import describe_server
 from fenceline.entrypoints.openai.answer import AnswerHead, ServedModel
 from fenceline.entrypoints.openai.parsing import Body, parse_body
-from fenceline.entrypoints.openai.protocol import ChatBody, EmbeddingBody
+from fenceline.entrypoints.openai.protocol import ChatBody, EmbeddingBody, ReadingBody, RerankBody, ScoreBody
 from fenceline.entrypoints.openai.router import make_chat
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_embeddings import EmbeddingServing, vector_of
+from fenceline.entrypoints.openai.serving_rerank import RerankServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.update_weights import UpdateFromDiskBody, answer_of, update_from_disk, update_from_tensors
 from fenceline.frontend.request_stream import StreamGroup
@@ -317,8 +318,8 @@ class Engine:
             raise ValueError("give either prompt or input_ids, exactly one of them")
         given: Any = input_ids if prompt is None else prompt
         body = _checked_body(EmbeddingBody, {"input": given, "dimensions": dimensions, **options})
-        rid = body.rid or body.request_id or new_rid()
-        chunks = self._run(EmbeddingServing(self._manager, self._served).chunks(body, rid, None))
+        serving = EmbeddingServing(self._manager, self._served)
+        chunks = self._run(serving.chunks(body, self._head_of(body).id, None))
         answers = [
             {
                 "embedding": vector_of(chunk, dimensions).tolist(),
@@ -333,6 +334,37 @@ class Engine:
         ]
         several = not isinstance(given, str) and (prompt is not None or not isinstance(given[0], int))
         return answers if several else answers[0]
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> Answer:
+        """How well each document answers a query, the best first: what /v1/rerank answers. ``options`` are its other
+        fields (``instruct``, ``top_n``, ...). Raises like :meth:`generate`."""
+        body = _checked_body(RerankBody, {"query": query, "documents": documents, **options})
+        return self._run(self._relevance.rerank(body, self._head_of(body), None))
+
+    def score(
+        self,
+        query: str | Sequence[int] | None = None,
+        items: str | Sequence[str] | Sequence[Sequence[int]] | None = None,
+        label_token_ids: Sequence[int] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        **options: Any,
+    ) -> Any:
+        """For each item the probabilities that the tokens ``label_token_ids`` follow the query and it, as of SGLang's;
+        with ``text_1`` and ``text_2`` instead, a list with the score of each pair, as of vLLM's. ``options`` are other
+        fields of /v1/score. Raises like :meth:`generate`."""
+        fields: dict[str, object] = {"query": query, "items": items, "label_token_ids": label_token_ids}
+        fields |= {"apply_softmax": apply_softmax, "item_first": item_first, **options}
+        body = _checked_body(ScoreBody, fields)
+        answer: Any = self._run(self._relevance.score(body, self._head_of(body), None))
+        return answer["scores"] if "scores" in answer else [one["score"] for one in answer["data"]]
+
+    def _head_of(self, body: ReadingBody) -> AnswerHead:
+        return AnswerHead.now(body.rid or body.request_id or new_rid(), self._served.name)
+
+    @property
+    def _relevance(self) -> RerankServing:
+        return RerankServing(self._manager, self._served, self.config.model.embeds)
 
     # --- control
 

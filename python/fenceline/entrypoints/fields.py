@@ -189,6 +189,17 @@ EMBEDDING: Mapping[str, Refused] = {
     **_same("normalize use_activation", Refused("embeddings have length 1; leave it out", neutral=(True,))),
 }
 
+RERANK: Mapping[str, Refused] = {
+    **READING,
+    **_same(
+        "max_tokens_per_doc max_chunks_per_doc max_query_length max_doc_length",
+        Refused("shorten the documents, or start the server with --allow-auto-truncate"),
+    ),
+    "rank_fields": Refused("put what matters into the text of a document"),
+    "return_embeddings": Refused("use /v1/embeddings"),
+    **_same("data_1 data_2", Refused("use text_1 and text_2")),
+}
+
 # A message of a conversation.
 MESSAGE: Mapping[str, Refused] = {
     "audio": _TEXT_ONLY,

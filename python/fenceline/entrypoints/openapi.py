@@ -24,7 +24,7 @@ from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.protocol import CountBody, MessagesBody
 from fenceline.entrypoints.generate_body import GenerateBody
 from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody, RerankBody, ScoreBody
 from fenceline.entrypoints.openai.responses_protocol import ResponsesBody
 from fenceline.entrypoints.update_weights import UpdateFromDiskBody, UpdateFromTensorBody
 
@@ -44,6 +44,8 @@ BODIES: dict[str, tuple[type, bool]] = {
     "/v1/completions": (CompletionBody, False),
     "/v1/chat/completions": (ChatBody, False),
     "/v1/embeddings": (EmbeddingBody, False),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankBody, False)),
+    **dict.fromkeys(("/score", "/v1/score"), (ScoreBody, False)),
     "/v1/responses": (ResponsesBody, False),
     "/v1/messages": (MessagesBody, False),
     "/v1/messages/count_tokens": (CountBody, False),
@@ -60,10 +62,8 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(
         structs, schema_hook=lambda kind: {"description": "any JSON value"}, ref_template=_REFS + "{name}"
     )
-    _, models = models_json_schema(
-        [(kind, "validation") for kind, _ in BODIES.values() if issubclass(kind, BaseModel)],
-        ref_template=_REFS + "{model}",
-    )
+    kinds = dict.fromkeys(kind for kind, _ in BODIES.values() if issubclass(kind, BaseModel))
+    _, models = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REFS + "{model}")
     document.setdefault("components", {}).setdefault("schemas", {}).update({**components, **models["$defs"]})
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

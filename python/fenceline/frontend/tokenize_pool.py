@@ -91,10 +91,10 @@ class TokenizePool:
                     raise _too_many("the texts together have", max_total)
             for index in cut:
                 encoded[index].extend(after)
-            for ids in encoded if truncate else ():
-                if len(ids) > max_tokens:  # it ends as others do
-                    del ids[max_tokens - len(after) :]
-                    ids.extend(after)
+            for cut_off in encoded if truncate else ():
+                if len(cut_off) > max_tokens:  # it ends as others do
+                    del cut_off[max_tokens - len(after) :]
+                    cut_off.extend(after)
             return list(encoded)
         finally:
             if num_chars > _FEW_CHARS:

@@ -25,6 +25,7 @@ OPEN_PATHS = {"/health", "/metrics"}
 NORMAL_PATHS = {
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/responses", "/v1/responses/{id}", "/v1/embeddings",
+    "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score",
     "/v1/models", "/v1/models/{name}", "/tokenize",
     "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
     "/weight_version", "/get_weight_version",

@@ -18,6 +18,7 @@ from fenceline.entrypoints.fields import (
     EMBEDDING,
     MESSAGE,
     MESSAGE_WITHOUT_EFFECT,
+    RERANK,
     FieldRules,
     UnknownFields,
 )
@@ -30,6 +31,8 @@ from fenceline.entrypoints.openai.protocol import (
     CompletionBody,
     EmbeddingBody,
     GenerationBody,
+    RerankBody,
+    ScoreBody,
 )
 from fenceline.entrypoints.openai.tool_call_parser import CallTexts
 from fenceline.frontend.request_types import RequestError, check_num_params
@@ -44,6 +47,8 @@ _RULES: Mapping[type[BaseModel], FieldRules] = {
     CompletionBody: FieldRules(CompletionBody.model_fields, COMPLETION),
     ChatBody: FieldRules(ChatBody.model_fields, CHAT),
     EmbeddingBody: FieldRules(EmbeddingBody.model_fields, EMBEDDING),
+    RerankBody: FieldRules(RerankBody.model_fields, RERANK),
+    ScoreBody: FieldRules(ScoreBody.model_fields, RERANK),
 }
 _MESSAGE_RULES = FieldRules(ChatMessage.model_fields, MESSAGE, MESSAGE_WITHOUT_EFFECT)
 

@@ -32,6 +32,7 @@ from fenceline.config.request_limits import (
     MAX_RID_BYTES,
     MAX_SAMPLES,
     MAX_TEMPLATE_BYTES,
+    MAX_TOKEN_IDS_LOGPROB,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
 )
@@ -71,6 +72,29 @@ def parse_prompts(value: object) -> list[Prompt]:
     if not all(value):
         raise ValueError("has an empty list of token ids; give at least one token id")
     return value
+
+
+def parse_one_prompt(value: object) -> Prompt:
+    """``value`` if it is one text or one list of token ids. Raises ValueError otherwise."""
+    prompts = parse_prompts(value)
+    if len(prompts) > 1:
+        raise ValueError("must be one text, or one list of token ids")
+    return prompts[0]
+
+
+def parse_texts(value: object) -> list[str]:
+    """A text or a list of texts as a list. Raises ValueError for anything else and for empty texts."""
+    texts = [prompt for prompt in parse_prompts(value) if isinstance(prompt, str)]
+    if not texts:
+        raise ValueError("must be a text or a list of texts")
+    return texts
+
+
+def parse_documents(value: object) -> list[str]:
+    """The texts of documents, each of which is a text or an object with one. Raises as :func:`parse_texts`."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list of texts")
+    return parse_texts([one.get("text") if isinstance(one, dict) else one for one in value])
 
 
 def parse_ids(value: object) -> list[int]:
@@ -130,6 +154,34 @@ class EmbeddingBody(ReadingBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     add_special_tokens: bool = True
+
+
+class RerankBody(ReadingBody):
+    """The body of /v1/rerank: Jina's and Cohere's fields, and SGLang's ``instruct``. A document may be an object with
+    its ``text``."""
+
+    query: str = Field(min_length=1)
+    documents: Annotated[list[str], PlainValidator(parse_documents)]
+    top_n: int | None = Field(default=None, ge=1)
+    return_documents: bool = True
+    instruct: str | None = None
+    instruction: str | None = None  # another name of it
+
+
+class ScoreBody(ReadingBody):
+    """The body of /v1/score. SGLang's form: ``query`` and ``items`` with ``label_token_ids``. vLLM's: ``text_1`` and
+    ``text_2``, or ``queries`` and ``documents``."""
+
+    query: Annotated[Prompt | None, BeforeValidator(parse_one_prompt)] = None
+    items: Annotated[list[Prompt] | None, PlainValidator(parse_prompts)] = None
+    label_token_ids: list[int] = Field(default_factory=list, max_length=MAX_TOKEN_IDS_LOGPROB)
+    apply_softmax: bool = False
+    item_first: bool = False
+    text_1: Annotated[list[str] | None, PlainValidator(parse_texts)] = None
+    text_2: Annotated[list[str] | None, PlainValidator(parse_texts)] = None
+    queries: Annotated[list[str] | None, PlainValidator(parse_texts)] = None
+    documents: Annotated[list[str] | None, PlainValidator(parse_texts)] = None
+    instruct: str | None = None
 
 
 class CommonBody(StrictModel):

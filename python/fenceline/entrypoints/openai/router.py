@@ -17,11 +17,12 @@ from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, answer_id
 from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, EmbeddingBody, RerankBody, ScoreBody
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.serving_embeddings import EmbeddingServing
+from fenceline.entrypoints.openai.serving_rerank import RerankServing
 from fenceline.entrypoints.openai.serving_responses import ResponsesServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
@@ -38,6 +39,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     completions = CompletionServing(manager, model, texts)
     chat = make_chat(manager, config, model, texts)
     embeddings = EmbeddingServing(manager, model)
+    relevance = RerankServing(manager, model, config.model.embeds)
     router = APIRouter(tags=["OpenAI"])
     _add_model_routes(router, model)
     for serving in (ResponsesServing(chat, model, parser), MessagesServing(chat, model, manager, parser)):
@@ -75,15 +77,30 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     @for_clients
     async def create_embeddings(request: Request) -> Response:
         """Embed a text, token ids or a batch of either."""
-        try:
-            body = await parser.parse(request, _parse_embedding)
-            with answer_id("embd-", body, request, manager) as rid:
-                return await embeddings.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
-        except RequestError as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        body = await parser.parse(request, _parse_embedding)
+        with answer_id("embd-", body, request, manager) as rid:
+            return await embeddings.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
 
+    @for_clients
+    async def rerank(request: Request) -> Response:
+        """Order documents by how well they answer a query."""
+        body = await parser.parse(request, _parse_rerank)
+        with answer_id("rerank-", body, request, manager) as rid:
+            head = AnswerHead.now(rid, model.name_for(body.model))
+            return json_response(await relevance.rerank(body, head, request))
+
+    @for_clients
+    async def score(request: Request) -> Response:
+        """Score pairs of texts, or how likely given tokens are to follow a text."""
+        body = await parser.parse(request, _parse_score)
+        with answer_id("score-", body, request, manager) as rid:
+            head = AnswerHead.now(rid, model.name_for(body.model))
+            return json_response(await relevance.score(body, head, request))
+
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        router.add_api_route(path, rerank, methods=["POST"])
+    for path in ("/score", "/v1/score"):
+        router.add_api_route(path, score, methods=["POST"])
     return router
 
 
@@ -104,6 +121,8 @@ def make_chat(manager: Generator, config: EngineConfig, model: ServedModel, text
 _parse_completion = partial(parse_body, CompletionBody)
 _parse_chat = partial(parse_body, ChatBody)
 _parse_embedding = partial(parse_body, EmbeddingBody)
+_parse_rerank = partial(parse_body, RerankBody)
+_parse_score = partial(parse_body, ScoreBody)
 
 
 def _add_model_routes(router: APIRouter, model: ServedModel) -> None:

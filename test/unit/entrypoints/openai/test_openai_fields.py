@@ -33,7 +33,7 @@ GENERATING: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
 }
 OTHER_ROUTES = {
-    "/v1/embeddings",
+    "/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score",
     "/v1/messages/count_tokens", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/flush_cache",
     "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request", "/pause_generation",
     "/continue_generation", "/update_weights_from_disk", "/update_weights_from_tensor", "/start_profile",
