@@ -25,6 +25,7 @@ from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
 from fenceline.config.image_rules import ImageRules, image_rules
+from fenceline.config.kv_events import KVEventsConfig, kv_events_config
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT_DRAFT, hub_file, model_directory, pools_last_token, weight_files
@@ -126,6 +127,7 @@ class EngineConfig:
     prefill_max_requests: int | None  # None: any number in one prefill step
     priority: PriorityConfig | None  # None: priorities are refused
     hicache: HiCacheConfig | None  # None: pages are only on the device
+    kv_events: KVEventsConfig | None = None  # None: changes of the prefix cache are not published
     speculative: SpeculativeConfig | None  # None: one token per step
 
     # Device and kernels
@@ -245,6 +247,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         prefill_max_requests=args.prefill_max_requests or _PREFILL_MAX_REQUESTS[_limits_of(device)],
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
+        kv_events=kv_events_config(args),
         speculative=speculative,
         device=device,
         prefill_attention_backend=attention[0],

@@ -662,6 +662,13 @@ class ServerArgs:
     flight_recorder_prompts: bool = _logging(
         False, "Keep the token ids of prompts in the flight recorder too. They say what users have written."
     )
+    kv_events_config: str | None = _logging(
+        None,
+        "Publish what the prefix cache gains and loses to routers, by ZeroMQ, as in "
+        '\'{"publisher": "zmq", "endpoint": "tcp://*:5557"}\'; see docs/use/kv_events.md. The events name the tokens '
+        "of prompts and answers.",
+        metavar="JSON",
+    )
 
     @classmethod
     def from_kwargs(cls, values: Mapping[str, object]) -> ServerArgs:

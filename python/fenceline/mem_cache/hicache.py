@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.host.host_states import HostStates, Pairs
+from fenceline.mem_cache.kv_events import KVEventLog, Medium, PageRun
 from fenceline.mem_cache.page_hash import page_keys
 from fenceline.mem_cache.storage.controller import (
     Ack,
@@ -29,7 +30,7 @@ from fenceline.mem_cache.storage.controller import (
     Written,
     apply,
 )
-from fenceline.mem_cache.storage.worker import Prefetch
+from fenceline.mem_cache.storage.worker import Lost, Prefetch, Wrote
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import IntArray, MatchResult, TreeNode
@@ -348,6 +349,7 @@ class StorageTier:
         self._num_prefetches = 0
         self._num_forgotten = 0
         self._wanted: dict[int, _Wanted] = {}  # by the prefetch's handle
+        self._writing: dict[int, PageRun] = {}  # what is written, by its hold, if the tree notes events
 
     # --- host to storage ----------------------------------------------------------------------------------------
 
@@ -356,6 +358,8 @@ class StorageTier:
         for node in nodes:
             hold = self._tree.hold_host(node)
             state = node.host_state if len(hold.keys) == len(hold.host_pages) else None
+            if self._tree.events is not None and (run := self._tree.run(node)) is not None:
+                self._writing[hold.id] = run
             self._controller.write(hold.keys, hold.host_pages[: len(hold.keys)], after, hold.id, state)
 
     # --- storage to host ------------------------------------------------------------------------------------------
@@ -387,6 +391,7 @@ class StorageTier:
     def forget(self) -> None:
         """Drop all pages that are being fetched when they arrive, because the weights have been replaced."""
         self._num_forgotten += 1
+        self._writing.clear()
 
     def cancel(self, op: Prefetch) -> None:
         """The request runs without waiting, or has left: it needs no pages beyond those that have arrived."""
@@ -411,11 +416,14 @@ class StorageTier:
 
     def complete(self, acks: Sequence[Ack]) -> None:
         """Process what the workers have done. Called in every step."""
+        if self._tree.events is not None:
+            self._note_changes(self._tree.events)
         for ack in acks:
             apply(ack)
             match ack:
                 case Written():
                     self._tree.release_hold(ack.handle)
+                    self._writing.pop(ack.handle, None)
                 case Found():
                     self._fetch(ack.op)
                 case Fetched():
@@ -428,6 +436,22 @@ class StorageTier:
     def clear(self) -> int:
         """Remove every page of this model. Returns how many. Raises ``ValueError`` if that takes too long."""
         return self._controller.clear()
+
+    def note_events(self) -> None:
+        """Note what this process writes to storage and removes from it in the tree's log from now on."""
+        self._controller.note_changes()
+
+    def _note_changes(self, log: KVEventLog) -> None:
+        changes, self._controller.changes = self._controller.changes, []
+        for change in changes or ():
+            match change:
+                case Lost():
+                    log.removed(Medium.DISK, change.keys)
+                case Wrote():
+                    first = change.total - change.num_written
+                    run = self._writing.get(change.handle)  # None after the weights have been replaced
+                    if run is not None and change.num_leading:
+                        log.stored(Medium.DISK, run.part(first, first + change.num_leading, self._page_size))
 
     def stats(self) -> StorageTierStats:
         return self._controller.stats()

@@ -55,6 +55,10 @@ class ImageKeys:
             del self._digests[self._numbers.pop(next(iter(self._numbers)))]
         return number
 
+    def digest(self, number: int) -> bytes | None:
+        """The digest for which ``number``, below zero, stands; None if it has been forgotten."""
+        return self._digests.get(number)
+
     def page_bytes(self, keys: npt.NDArray[np.integer[Any]]) -> bytes | None:
         """What the hash of a page with ``keys`` [n] is made from: the same bytes for the same tokens and digests,
         whatever their numbers are here, and other bytes for others. Without images those of the keys, int32. None if

@@ -41,8 +41,10 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
 from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.kv_event_publisher import KVEventPublisher
 from fenceline.scheduler.population import InFlight
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RankLink, RanksDifferError, Turn
+from fenceline.scheduler.request_memory import note_kv_events
 from fenceline.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -196,6 +198,9 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
+        if rank == 0 and config.kv_events is not None:
+            log = note_kv_events(config, scheduler.memory)
+            scheduler.kv_events = KVEventPublisher(config.kv_events, log, config.replica)
         scheduler.control.run_in_background = _run_in_thread
         scheduler.control.still_working = watchdog.busy
         scheduler.grammars.run_in_background = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit

@@ -19,6 +19,8 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import CachedTokensDetails
 from fenceline.mem_cache.hicache import HiCache, OffloadedTail, StorageTier
 from fenceline.mem_cache.image_keys import ImageKeys
+from fenceline.mem_cache.kv_events import KVEventLog
+from fenceline.mem_cache.page_hash import PageRoots, page_fingerprint
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
 from fenceline.memory_order import LeasePool, Points, comparison, ends_at_state, step_embeddings, told_by
@@ -359,6 +361,8 @@ class RequestMemory:
         if storage and below is None:
             raise ValueError("there is no storage tier")
         num_pages = self.tree.reset()
+        if below is None and self.tree.events is not None:
+            self.tree.events.cleared()
         if storage and below is not None:
             below.clear()
         return num_pages
@@ -376,7 +380,10 @@ class RequestMemory:
         if self._storage is not None:
             self._storage.forget()
         self.images.clear()
-        return self.flush()
+        num_pages = self.flush()
+        if self.tree.events is not None:
+            self.tree.events.cleared()
+        return num_pages
 
     def offload(self, req: Req) -> OffloadedTail | None:
         """Copy the KV of ``req``, which is about to be retracted, to the host: whole pages through the tree, and the
@@ -524,3 +531,13 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
         same_state = comparison(worker.device, COMMITTED_STATE)
         states = StateSnapshots(tree, worker.states.grid, worker, same_state, tiers)
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, states)
+
+
+def note_kv_events(config: EngineConfig, memory: RequestMemory) -> KVEventLog:
+    """A log in which the tiers of ``memory`` note what they gain and lose from now on."""
+    tree, vision = memory.tree, config.model.vision
+    log = KVEventLog(memory.page_size, tree.images, None if vision is None else vision.placeholder)
+    tree.note_events(log, PageRoots(page_fingerprint(config, config.kv_layout)))
+    if memory.tiers is not None and memory.tiers.storage is not None:
+        memory.tiers.storage.note_events()
+    return log

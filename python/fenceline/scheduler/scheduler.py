@@ -38,6 +38,7 @@ from fenceline.scheduler.admission import Holdings
 from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.intake import Intake
+from fenceline.scheduler.kv_event_publisher import KVEventPublisher
 from fenceline.scheduler.masked_steps import MaskedSteps
 from fenceline.scheduler.population import InFlight, Population
 from fenceline.scheduler.prefill import PrefillPlan
@@ -135,6 +136,7 @@ class Scheduler:
             outbox.to_tokenizer,
             partial(_state, self.population, self.planner, self.stats),
         )
+        self.kv_events: KVEventPublisher | None = None  # if the configuration asks for it, and this is rank 0
         self.num_launched = self.num_published = 0  # steps
         self._memory_checked = True
 
@@ -208,6 +210,8 @@ class Scheduler:
         if flight is None and not self.reqs:
             self.control.flush_when_idle()
             self.check_memory()
+        if self.kv_events is not None:
+            self.kv_events.publish()
         return flight
 
     def own_messages(self) -> list[SchedulerInput]:
@@ -222,9 +226,11 @@ class Scheduler:
         return not flight.batch.is_decode or self.config.device == "cpu"
 
     def close(self) -> None:
-        """Stop the lower tiers' threads; the loop must have ended."""
+        """Stop the threads of the lower tiers and of events; the loop must have ended."""
         if self.memory.tiers is not None:
             self.memory.tiers.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     # --- in ------------------------------------------------------------------------------------------
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hicache_machine import TwoTierMachine
+from hicache_machine import TwoTierMachine, Walk
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
@@ -32,79 +30,6 @@ def test_tree_of_two_tiers_equals_the_naive_model(page_size: int, policy: str, l
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
-
-
-# How often a long walk takes which step.
-WEIGHTS = {
-    "serve": 8,
-    "queue": 4,
-    "begin": 4,
-    "publish_part": 2,
-    "decode": 3,
-    "end": 4,
-    "back_up": 3,
-    "evict": 4,
-    "evict_host": 1,
-    "prefetch": 1,
-    "prefetch_done": 1,
-    "hold": 1,
-    "release": 1,
-    "flush": 1,
-    "time_passes": 8,
-    "drain_acks": 2,
-}
-
-
-class Walk:
-    """Random steps from a seed: deeper into the state space than hypothesis goes, without its shrinking."""
-
-    def __init__(self, seed: int, page_size: int, policy: str, lookahead: int = 0) -> None:
-        self.random = random.Random(seed)
-        sizes = {"page_size": page_size, "policy": policy, "lookahead": lookahead}
-        self.machine = type("Machine", (TwoTierMachine,), sizes)()
-        self.machine.start_empty()
-
-    def step(self) -> None:
-        [name] = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        machine = self.machine
-        if name in ("publish_part", "decode", "end") and not machine.running:
-            return
-        if (name == "flush" and machine.running) or (name == "back_up" and not machine.touched):
-            return
-        if (
-            name in ("begin", "release", "prefetch_done")
-            and not {"begin": machine.queued, "release": machine.held, "prefetch_done": machine.prefetches}[name]
-        ):
-            return
-        getattr(machine, name)(**self.arguments(name))
-        machine.counts_agree()
-        machine.nodes_are_the_models()
-        machine.matches_know_whether_they_hold()
-        machine.holds_are_intact()
-        del machine.queued[:-6], machine.touched[:-6]
-
-    def arguments(self, name: str) -> dict[str, object]:
-        draw = self.random
-        pick, flag = draw.randrange(12), draw.random() < 0.7
-        prompt = {
-            "space": draw.choice(["", "", "", "lora"]),
-            "symbols": tuple(draw.randrange(2) for _ in range(draw.randrange(8))),
-        }
-        return {
-            "serve": {**prompt, "load_back": flag, "finished": draw.random() < 0.8, "backup": pick < 7},
-            "queue": {**prompt, "tail": pick},
-            "begin": {"pick": pick, "load_back": flag, "launch": draw.random() < 0.5},
-            "publish_part": {"pick": pick, "more": draw.randrange(12)},
-            "decode": {"pick": pick, "symbol": pick % 2},
-            "end": {"pick": pick, "finished": flag},
-            "back_up": {"num_nodes": 1 + pick % 3, "force": draw.random() < 0.3},
-            "evict": {"num_pages": pick % 9},
-            "evict_host": {"num_pages": pick % 6},
-            "prefetch": {**prompt, "num_pages": 1 + pick % 3},
-            "hold": {"pick": pick},
-            "release": {"pick": pick},
-            "time_passes": {"index": pick % 3, "num_ops": 1 + pick % 4},
-        }.get(name, {})
 
 
 @pytest.mark.parametrize(("page_size", "policy", "lookahead"), CASES)

@@ -33,6 +33,7 @@ from fenceline.mem_cache.storage.worker import (
     FetchJob,
     Gone,
     Job,
+    Lost,
     Outcome,
     Prefetch,
     QueryJob,
@@ -257,6 +258,8 @@ class StorageController:
         self._num_gone = 0
         self._active: dict[Prefetch, _Progress] = {}  # in the order of their queries
         self._own_acks: list[Ack] = []
+        # What this rank's storage has gained and lost, in order, if ``note_changes`` has been called; others take it.
+        self.changes: list[Wrote | Lost] | None = None
         self._next_look = 0.0
         self._stats = StorageTierStats()
         self._num_cleared = 0
@@ -346,6 +349,19 @@ class StorageController:
 
     # --- both ----------------------------------------------------------------------------------------
 
+    def note_changes(self) -> None:
+        """Note in ``changes`` what storage gains and loses from now on."""
+        self.changes = []
+        if isinstance(self._backend, FileBackend):
+            states = None if self._states is None else self._states.backend
+            beside = [states] if isinstance(states, FileBackend) else []
+            self._backend.tell_removed(self._lost, beside)
+
+    def _lost(self, keys: Sequence[PageKey]) -> None:
+        """Called by workers."""
+        if keys:
+            self._events.put(Lost(keys))
+
     @property
     def num_outstanding(self) -> int:
         """Jobs and prefetches whose last ack has not been returned yet."""
@@ -421,6 +437,7 @@ class StorageController:
         match event:
             case Wrote():
                 self._take_wrote(event, now, acks)
+                self._note_change(event)
             case Asked():
                 self._take_asked(event, now, acks)
             case Began():
@@ -433,9 +450,15 @@ class StorageController:
                 self._stats.crashes += event.cost.crashed
                 self._num_clears -= 1
                 self._num_cleared += event.num_pages
+            case Lost():
+                self._note_change(event)
             case Gone():
                 self._num_gone += 1
                 self._workers[event.number].join()  # raises the error that ended it
+
+    def _note_change(self, event: Wrote | Lost) -> None:
+        if self.changes is not None:
+            self.changes.append(event)
 
     def _take_wrote(self, event: Wrote, now: float, acks: list[Ack]) -> None:
         self._writes.heard(now, finished=event.last)

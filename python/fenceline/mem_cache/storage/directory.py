@@ -27,7 +27,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +109,8 @@ class StorageDirectory:
         self._lock_timeout_s = lock_timeout_s
         self._report = report
         self._has_warned = False
+        self.on_removed: Callable[[Sequence[str]], None] = lambda paths: None
+        """Called with the paths of pages that this process has removed."""
         # Pages contain users' conversations, so only the owner may read them.
         self._root_fd = make_private_folder(str(self.root))
         self._folders: set[str] = set()  # those below ``root`` that are known to be ours
@@ -216,6 +218,11 @@ class StorageDirectory:
         """The path that the page has if it is stored."""
         name = key.hex()
         return f"{model}/{name[:2]}/{name}.page"
+
+    @staticmethod
+    def keys_of(model: str, paths: Sequence[str]) -> list[bytes]:
+        """The keys of those pages among ``paths`` that are the model's."""
+        return [bytes.fromhex(Path(path).stem) for path in paths if path.startswith(f"{model}/")]
 
     def open(self, path: str) -> int:
         """Open the file for reading; returns the descriptor. Raises ``FileNotFoundError`` if there is none, or if it
@@ -452,6 +459,7 @@ class Cleaner:
         return used + nbytes <= self.max_bytes
 
     def _evict(self, used: int, nbytes: int, pages: list[PageFile], stats: StorageStats) -> int:
+        removed: list[str] = []
         for page in pages:
             if used + nbytes <= max(self.low_bytes, nbytes):
                 break
@@ -463,8 +471,10 @@ class Cleaner:
             except OSError:  # the file stays, so its bytes count
                 continue
             used -= page.nbytes
+            removed.append(page.path)
             stats.evictions += 1
             stats.evicted_bytes += page.nbytes
+        self.directory.on_removed(removed)
         return used
 
 

@@ -82,6 +82,13 @@ class FileBackend:
         """Bytes of a page's payload."""
         return self._page_nbytes
 
+    def tell_removed(self, tell: Callable[[Sequence[PageKey]], None], beside: Sequence[FileBackend] = ()) -> None:
+        """Have ``tell`` called with the keys of pages that a call removes, in the caller's thread, before the call
+        returns; also with those that the backends ``beside`` this one remove to make room."""
+        model = self._model
+        for backend in (self, *beside):
+            backend._directory.on_removed = lambda paths: tell(StorageDirectory.keys_of(model, paths))
+
     def stats(self) -> StorageStats:
         """Counts since this object was made."""
         total = StorageStats()
@@ -132,17 +139,18 @@ class FileBackend:
 
     def clear(self) -> int:
         """See ``StorageBackend``. Other servers of this model lose their pages too."""
-        num_removed = 0
+        removed: list[str] = []
         try:
             with self._directory.locked() as usage:
                 for page in self._directory.pages_of(self._model):
                     with contextlib.suppress(FileNotFoundError):  # another process has removed it
                         self._directory.unlink(page.path)
-                        num_removed += 1
+                        removed.append(page.path)
                 usage.write(self._directory.scan()[0])
         except (OSError, StorageError) as error:
             self._note(_reason(error))
-        return num_removed
+        self._directory.on_removed(removed)
+        return len(removed)
 
     # --- one page ------------------------------------------------------------------------------------
 
@@ -164,6 +172,7 @@ class FileBackend:
             # A damaged file is removed. One that the system could not read may be sound.
             if isinstance(error, StorageError):
                 self._remove(path)
+                self._directory.on_removed([path])
             return False
         finally:
             os.close(fd)

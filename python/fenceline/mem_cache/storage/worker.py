@@ -145,12 +145,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """``num_pages`` pages of a write have been tried or given up; ``num_written`` of them are stored. ``total`` counts
-    the stored ones since the write began. ``last``: the write has ended."""
+    """``num_pages`` pages of a write have been tried or given up; ``num_written`` of them are stored, ``num_leading``
+    of these before the first that is not. ``total`` counts the stored ones since the write began. ``last``: the write
+    has ended."""
 
     handle: int
     num_pages: int
     num_written: int
+    num_leading: int
     total: int
     last: bool
     cost: Cost
@@ -192,13 +194,20 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The pages ``keys`` have been removed from storage."""
+
+    keys: Sequence[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """Worker ``number`` has ended."""
 
     number: int
 
 
-Event = Wrote | Asked | Began | Read | Cleared | Gone
+Event = Wrote | Asked | Began | Read | Cleared | Lost | Gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +300,8 @@ class StorageWorker:
             if self._states is not None and job.state is not None and rest == 0 and all(stored):
                 cost += self._call(partial(self._states.set, job.keys[-1], job.state), False)[1]
             given_up = rest if last else 0
-            self._events.put(Wrote(job.handle, len(keys) + given_up, sum(stored), total, last, cost))
+            num_pages, num_written = len(keys) + given_up, sum(stored)
+            self._events.put(Wrote(job.handle, num_pages, num_written, num_leading(stored), total, last, cost))
             if last:
                 return
 

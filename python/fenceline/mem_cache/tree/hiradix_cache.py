@@ -30,11 +30,13 @@ matched, split and evicted like any others: pages retire with the Points of all 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
 
-from fenceline.mem_cache.page_hash import PageKey, page_keys
+from fenceline.mem_cache.kv_events import Medium
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.radix_cache import (
     HostHold,
@@ -78,7 +80,14 @@ class HiRadixCache(RadixCache):
         if write_policy not in _BACKUP_HITS:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
         assert spill or write_policy != "write_back", "write_back needs a spill function"
-        self.host = HostTier(host_pages, self._drop, self._note_move, None if states is None else states[1])
+        self.host = HostTier(
+            host_pages,
+            self._drop,
+            self._note_move,
+            partial(self._note_stored, Medium.CPU),
+            partial(self._note_removed, Medium.CPU),
+            None if states is None else states[1],
+        )
         self.transit = InTransit()
         super().__init__(pages, page_size, lookahead=lookahead, states=None if states is None else states[0])
         self.write_policy = write_policy
@@ -238,6 +247,8 @@ class HiRadixCache(RadixCache):
         num_retired = self.num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after.join(transfer_points(node)))
+            if node.on_device:
+                self._note_removed(Medium.GPU, node)
             self._take_state(node)
             self.host.leave(node)
             self.transit.remove(node)
@@ -296,22 +307,6 @@ class HiRadixCache(RadixCache):
         """Release a hold, whose user no longer accesses the pages."""
         self.host.release(hold_id)
 
-    def keys(self, node: TreeNode) -> list[PageKey]:
-        """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree, and
-        none from a page on with an image that has been forgotten. They are computed at the first call and then kept on
-        the nodes."""
-        assert self._root_key is not None, "the tree was made without storage"
-        before: PageKey | None = None
-        for part in node.path():
-            if part.keys is None:
-                if before is None:
-                    before = self._root_key(self.namespace(part))
-                part.keys = page_keys(before, part.tokens, self.page_size, self.lookahead, self.images)
-            if len(part.keys) < part.num_pages:
-                return list(part.keys) if part is node else []
-            before = part.keys[-1]
-        return list(node.keys or ())
-
     # --- counts --------------------------------------------------------------------------------------
 
     def all_host_pages(self) -> Int32Array:
@@ -340,6 +335,7 @@ class HiRadixCache(RadixCache):
         self.host.num_both_pages += len(pages)
         self._note_move(node)
         self._lru.push_if_evictable(node)
+        self._note_stored(Medium.GPU, node)
 
     def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
         """As in :class:`RadixCache`. The tokens of nodes that are only on the host have been computed again, so the
@@ -368,6 +364,7 @@ class HiRadixCache(RadixCache):
         """Retire the device pages of ``node``, which its parent no longer counts. It stays if it has a host copy."""
         in_flight = transfer_points(node)
         self._pool.retire(node.pages, node.after.join(in_flight))
+        self._note_removed(Medium.GPU, node)
         self._take_state(node)
         self.num_evictable_pages -= len(node.pages)
         self.transit.remove(node)
@@ -411,8 +408,6 @@ class HiRadixCache(RadixCache):
         upper = super()._split(node, num_pages)
         self.host.split(upper, node, num_pages)
         self.transit.split(upper, node)
-        if node.keys is not None:
-            upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         return upper
 
     def _offer(self, node: TreeNode) -> None:
@@ -444,12 +439,15 @@ class HostTier:
         pool: LeasePool,
         drop: Callable[[TreeNode], None],
         moved: Callable[[TreeNode], None],
+        stored: Callable[[TreeNode], None],
+        removed: Callable[[TreeNode], None],
         states: LeasePool | None = None,
     ) -> None:
         """``pool`` leases the host pages, ``states`` the slots of states. ``drop`` removes a node from the tree that is
-        on no tier any more; ``moved`` notes that what matches know of a node has changed."""
+        on no tier any more; ``moved`` notes that what matches know of a node has changed, ``stored`` and ``removed``
+        that its pages are now on the host, or no longer."""
         self.pool, self.states = pool, states
-        self._drop, self._moved = drop, moved
+        self._drop, self._moved, self._stored, self._removed = drop, moved, stored, removed
         self.stateful = LruQueue(_has_free_host_state)
         self.num_states = 0  # on nodes of the tree
         self.num_orphan_states = 0  # that only a hold keeps leased
@@ -476,6 +474,7 @@ class HostTier:
         self.num_pages += len(pages)
         self.num_both_pages += len(pages) if node.on_device else 0
         self.lru.push_if_evictable(node)
+        self._stored(node)
 
     def remove(self, node: TreeNode) -> int:
         """Retire ``node``'s host pages, now or, if they are held, at the last release. Returns how many."""
@@ -489,6 +488,7 @@ class HostTier:
         self.num_pages -= len(pages)
         self.num_both_pages -= len(pages) if node.on_device else 0
         node.parent.num_host_children -= 1
+        self._removed(node)
         node.host_pages = None
         if node.host_state is None:
             node.host_after = Points.none()

@@ -45,6 +45,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.mem_cache.image_keys import ImageKeys
+from fenceline.mem_cache.kv_events import KVEventLog, Medium, PageRun
+from fenceline.mem_cache.page_hash import PageKey, page_keys
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
@@ -82,7 +84,7 @@ class TreeNode:
     host_state: int | None = None  # the slot on the host of the state after ``tokens``; wherever the pages are
     transfers: tuple[Ticket, ...] = ()  # not yet acknowledged, oldest first
     host_holds: tuple[HostHold, ...] = ()
-    keys: list[bytes] | None = None  # storage keys of the pages, None until they are needed
+    keys: list[PageKey] | None = None  # of the pages (``page_hash``), None until they are needed
 
     @property
     def num_pages(self) -> int:
@@ -286,6 +288,8 @@ class RadixCache:
         self.disabled = disabled
         self.images = ImageKeys()
         """What stands for the tokens of images in the keys that the methods call token ids."""
+        self.events: KVEventLog | None = None  # where changes are noted, if anybody wants to know; see ``note_events``
+        self._root_key: Callable[[str], PageKey] | None = None
         self._pool = pages
         self.states = states
         self.ends_at_states = states is not None
@@ -458,6 +462,7 @@ class RadixCache:
         num_retired = self.num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after)
+            self._note_removed(Medium.GPU, node)
             self._take_state(node)
             self._detach(node)
         self._clear()
@@ -471,6 +476,50 @@ class RadixCache:
         self._stateful.clear()
         self.num_nodes = 0
         self.num_evictable_pages = 0
+
+    # --- keys and events -----------------------------------------------------------------------------
+
+    def note_events(self, log: KVEventLog, root_key: Callable[[str], PageKey]) -> None:
+        """Note all changes in ``log`` from now on; the tree is empty. ``root_key``: ``PageFingerprint.root_key``, which
+        a tree above a storage has already."""
+        assert not self.num_nodes, "the log would lack the pages that are in the tree"
+        self.events, self._root_key = log, self._root_key or root_key
+
+    def keys(self, node: TreeNode) -> list[PageKey]:
+        """The keys of ``node``'s pages (``page_hash``), in token order; none for the root or a node that has left the
+        tree, and none from a page on with an image that has been forgotten. They are computed at the first call and
+        then kept on the nodes."""
+        assert self._root_key is not None, "the tree was made without storage and events"
+        before: PageKey | None = None
+        for part in node.path():
+            if part.keys is None:
+                if before is None:
+                    before = self._root_key(self.namespace(part))
+                part.keys = page_keys(before, part.tokens, self.page_size, self.lookahead, self.images)
+            if len(part.keys) < part.num_pages:
+                return list(part.keys) if part is node else []
+            before = part.keys[-1]
+        return list(node.keys or ())
+
+    def run(self, node: TreeNode) -> PageRun | None:
+        """The pages of ``node`` that have keys, for an event; None if there are none."""
+        keys, parent = self.keys(node), node.parent
+        if not keys or self.events is None or parent is None:
+            return None
+        if parent is self.root:
+            return self.events.run(keys, node.tokens, None, self.namespace(node))
+        assert parent.keys, "a page with a key follows one with a key"
+        return self.events.run(keys, node.tokens, parent.keys[-1], "")
+
+    def _note_stored(self, medium: Medium, node: TreeNode) -> None:
+        """The pages of ``node`` are on ``medium`` now."""
+        if self.events is not None and (run := self.run(node)) is not None:
+            self.events.stored(medium, run)
+
+    def _note_removed(self, medium: Medium, node: TreeNode) -> None:
+        """The pages of ``node`` are no longer on ``medium``."""
+        if self.events is not None and node.keys:
+            self.events.removed(medium, node.keys)
 
     # --- counts --------------------------------------------------------------------------------------
 
@@ -590,6 +639,8 @@ class RadixCache:
         node.parent.children[node.edge] = upper
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[num_pages:].copy()
+        if node.keys is not None:
+            upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.edge = self._edge(upper, node.tokens, "")
         node.parent = upper
         upper.children[node.edge] = node
@@ -606,6 +657,7 @@ class RadixCache:
         self.num_nodes += 1
         self.num_evictable_pages += len(pages)
         self._lru.push_if_evictable(leaf)
+        self._note_stored(Medium.GPU, leaf)
         return leaf
 
     def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
@@ -625,6 +677,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
         self._pool.retire(node.pages, node.after)
+        self._note_removed(Medium.GPU, node)
         self._take_state(node)
         del parent.children[node.edge]
         parent.num_device_children -= 1
