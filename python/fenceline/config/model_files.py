@@ -1,5 +1,5 @@
 """Finds the files of --model-path and --tokenizer-path, in a local directory or through huggingface_hub, and reads the
-small JSON files among them without transformers or torch.
+small JSON files among them without transformers or torch. A GGUF file counts as the directory that it was made from.
 
 huggingface_hub caches downloads, shows the progress on a terminal, and reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from fenceline.config import ConfigError
+from fenceline.config.gguf_file import is_gguf, parts_of
+from fenceline.config.gguf_model import DESCRIBED, described
 from fenceline.ipc.progress import announced
 
 # The names of demo models and their folders in the package.
@@ -43,27 +45,37 @@ def demo_model_path(name: str = "demo") -> str:
 
 
 def model_directory(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
-    """The local directory for ``name``, the value of ``flag``; downloads it if necessary. ``weights`` False fetches
-    configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither a directory nor a repository
-    that can be downloaded."""
+    """The local directory or GGUF file for ``name``, the value of ``flag``; downloads it if necessary. ``weights``
+    False fetches configuration and tokenizer only. Raises ConfigError, one line, if ``name`` is neither one of these
+    nor a repository that can be downloaded."""
     if name in DEMOS and not Path(name).is_dir():
         return demo_model_path(name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         if revision is not None:
-            raise ConfigError(
-                f"{_revision(flag)} chooses a version of a hub id, {flag} {name} is a directory: leave it out"
-            )
-        return str(path.resolve())
+            raise ConfigError(f"{_revision(flag)} chooses a version of a hub id, {flag} {name} is local: leave it out")
+        return str(_gguf_inside(path.resolve()) if path.is_dir() else parts_of(path.resolve())[0])
     if path.is_file():
-        if path.suffix == ".gguf":
-            raise ConfigError(f"{flag} {name}: GGUF files are not read; give the original model in safetensors")
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"{flag} {name}: no such directory; give a model directory, a hub id, or one of {', '.join(DEMOS)}"
         )
     return _download(name, flag, revision, download_dir, weights)
+
+
+def _gguf_inside(directory: Path) -> Path:
+    """The GGUF file of a directory that has one and no other weights; otherwise the directory. Raises ConfigError if it
+    has several models."""
+    found = [path for path in sorted(directory.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    if not found or _has(directory, "*.safetensors"):
+        return directory
+    models = sorted({parts_of(path)[0] for path in found})
+    if len(models) > 1:
+        raise ConfigError(
+            f"{directory}: holds {len(models)} GGUF models; give one of them, such as {directory / models[0].name}"
+        )
+    return models[0]
 
 
 def hub_file(name: str, flag: str, download_dir: str | None) -> str:
@@ -147,7 +159,9 @@ def is_file(path: Path) -> bool:
     because opening a pipe waits for ever and a device has no end."""
     try:
         mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        return path.name in DESCRIBED and is_gguf(path.parent)
+    except FileNotFoundError:
         return False
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -160,6 +174,10 @@ def read_json_object(path: Path) -> dict[str, object]:
     """The JSON object in ``path``. Raises ``ConfigError`` if the file is unreadable, not JSON, or not an object."""
     try:
         value: object = json.loads(path.read_bytes())
+    except NotADirectoryError:
+        if not is_file(path):
+            raise ConfigError(f"{path}: no such file") from None
+        return described(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
@@ -177,7 +195,7 @@ def read_optional(path: Path) -> dict[str, object]:
 
 def read_model_json(directory: Path) -> dict[str, object]:
     """``config.json`` of a model directory. Raises ``ConfigError`` with the remedy if it is missing."""
-    if not directory.is_dir():
+    if not directory.is_dir() and not is_gguf(directory):
         raise ConfigError(f"{directory}: no such model directory; give --model-path a directory or a hub id")
     path = directory / "config.json"
     if not is_file(path):
@@ -224,8 +242,6 @@ def _instead_of_a_model(directory: Path, convert: str = CONVERT) -> str:
             f"holds an adapter (LoRA), not a model; merge it into {base} (peft: merge_and_unload, save_pretrained) and "
             "give the merged directory"
         )
-    if _has(directory, "*.gguf"):
-        return "holds weights in the GGUF format (llama.cpp), not read here; give the original model in safetensors"
     if _has(directory, "*.bin", "*.pt", "*.pth"):
         return "only pickled weights (.bin, .pt), which can run code when read; " + convert
     if not any(directory.iterdir()):
@@ -240,8 +256,10 @@ def _has(directory: Path, *patterns: str) -> bool:
 
 
 def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
-    """The checkpoint's safetensors files, in order. Raises ``ConfigError`` if there are none or one is missing;
-    ``convert`` is the remedy if the weights are in another format."""
+    """The checkpoint's safetensors files, or the parts of a GGUF file, in order. Raises ``ConfigError`` if there are
+    none or one is missing; ``convert`` is the remedy if the weights are in another format."""
+    if is_gguf(directory):
+        return [_no_pointer(part) for part in parts_of(directory)]
     index = directory / _INDEX
     if is_file(index):
         weight_map = read_json_object(index).get("weight_map")

@@ -62,9 +62,9 @@ class ServerArgs:
     # Model and tokenizer
     model_path: str = _model(
         "",
-        "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model that "
-        "ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a calculator, "
-        "'demo-vision': one that reads pictures). Required.",
+        "The model: a directory in Hugging Face format, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for "
+        "the model that ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a "
+        "calculator, 'demo-vision': one that reads pictures). Required.",
         aliases=("--model",),
     )
     tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id; the model's own unless given.")
@@ -80,11 +80,11 @@ class ServerArgs:
     download_dir: str | None = _model(None, "Where hub downloads are kept; Hugging Face's own cache unless given.")
     load_format: str = _model(
         "auto",
-        "How weights are read: auto and safetensors read *.safetensors, dummy makes random weights of the right shapes "
-        "without reading any.",
-        choices=("auto", "safetensors", "dummy"),
+        "How weights are read: auto, safetensors and gguf read the files that there are, dummy makes random weights of "
+        "the right shapes without reading any.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
         refused=dict.fromkeys(
-            ("pt", "npcache", "gguf", "bitsandbytes"), "convert the weights to safetensors and leave the flag out"
+            ("pt", "npcache", "bitsandbytes"), "convert the weights to safetensors and leave the flag out"
         ),
     )
     dtype: str = _model(

@@ -1,4 +1,4 @@
-"""What the headers of a checkpoint's safetensors files say, without torch: whether the files are whole, whether they
+"""What the headers of a checkpoint's files say, without torch: whether the files are whole, whether they
 belong to config.json, and whether the weights fit in memory."""
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from fenceline.config import ConfigError
+from fenceline.config.gguf_file import is_gguf
+from fenceline.config.gguf_model import header_type, stored_pieces
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.quantization import ON_LINE_METHOD
 
@@ -56,11 +58,16 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
-            with safe_open(path, framework="numpy") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                found = {
-                    name: StoredTensor(one.get_dtype(), tuple(one.get_shape()), path) for name, one in slices.items()
-                }
+            if is_gguf(path):
+                pieces = stored_pieces(path).items()
+                found = {name: StoredTensor(header_type(piece), piece.shape, path) for name, piece in pieces}
+            else:
+                with safe_open(path, framework="numpy") as file:
+                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                    found = {
+                        name: StoredTensor(one.get_dtype(), tuple(one.get_shape()), path)
+                        for name, one in slices.items()
+                    }
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
         except SafetensorError as error:

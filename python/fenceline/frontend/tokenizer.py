@@ -110,8 +110,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load from a local directory with a ``tokenizer.json``. A directory with only a sentencepiece model is converted
-    by transformers, which costs its import. Its code is never run. Raises ValueError with the remedy without one."""
+    """Load from a local directory with a ``tokenizer.json``, or from a GGUF file. A directory with only a sentencepiece
+    model is converted by transformers, which costs its import. Its code is never run. Raises ValueError with the remedy
+    without one."""
     folder = Path(path)
     config = read_optional(folder / "tokenizer_config.json")
     specials = _special_tokens(config, folder)
@@ -120,7 +121,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not is_file(file):
         return Tokenizer(_convert(folder, config), specials, template)
     try:
-        backend = RustTokenizer.from_file(str(file))
+        if folder.is_dir():
+            backend = RustTokenizer.from_file(str(file))
+        else:
+            backend = RustTokenizer.from_str(json.dumps(read_optional(file)))
     except Exception as error:  # of no class of its own
         raise ValueError(f"{file}: is no tokenizer ({error}); download the file again") from error
     return Tokenizer(backend, specials, template)

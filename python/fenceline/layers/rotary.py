@@ -99,7 +99,7 @@ def choice_by_length(config: ModelConfig) -> str | None:
         return None
     original = scaling.original_max_position_embeddings
     compared = f"--context-length {length} is {'more than' if length > original else 'within'} the original {original}"
-    if scaling.rope_type == "longrope":
+    if scaling.rope_type == "longrope" and scaling.short_factor != scaling.long_factor:
         chosen = f"the {'long' if length > original else 'short'} factors of longrope"
         other = f"at most {original} chooses the short ones" if length > original else "more chooses the long ones"
     elif scaling.rope_type == "dynamic":

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.kv_layout import KVLayout
 from fenceline.config.model_config import ModelConfig
+from fenceline.config.model_files import weight_files
 from fenceline.mem_cache.image_keys import ImageKeys
 
 PageKey = bytes
@@ -156,5 +157,6 @@ def _model_facts(model: ModelConfig, config: EngineConfig) -> tuple[object, obje
     del described["model_path"]
     if config.server_args.load_format == "dummy":
         return described, config.random_seed
-    files = sorted(Path(model.model_path).resolve().glob("*.safetensors"))
+    place = Path(model.model_path).resolve()
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else weight_files(place)
     return described, [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]

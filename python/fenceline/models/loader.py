@@ -1,4 +1,7 @@
-"""load_model and load_draft_model: make a model on its device from a model directory, reading its files one by one."""
+"""load_model and load_draft_model: make a model on its device from a model directory, reading its files one by one.
+
+A GGUF file (models/gguf_weights.py) is read like a safetensors file with the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm
+from fenceline.config.gguf_file import is_gguf
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT, CONVERT_DRAFT, weight_files
 from fenceline.config.quantization import QuantConfig
@@ -27,6 +32,7 @@ from fenceline.models.decoder import CausalLM, mtp_modules
 from fenceline.models.draft import DraftModel
 from fenceline.models.draft_families import make_draft_model
 from fenceline.models.families import make_model
+from fenceline.models.gguf_weights import GGUFWeights
 
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # of the target's, in layers that predict further tokens
 # With the prefixes that models have which see images too. Layers that predict further tokens may have copies.
@@ -42,7 +48,7 @@ def load_model(
     config: ModelConfig, load_format: str, device: torch.device, context: LayerContext, seed: int, progress: bool
 ) -> CausalLM:
     """The model of ``config`` on ``device``, its layers made with ``context``. ``load_format``: ``auto`` and
-    ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws random weights from ``seed`` and
+    the names of formats read the weights in ``config.model_path``, ``dummy`` draws random weights from ``seed`` and
     reads no files. ``progress`` shows a progress bar on a terminal. Raises ``ValueError``, one line with the remedy,
     for files that are missing or damaged or do not fit the model."""
     files = _files(config.model_path, load_format)
@@ -57,7 +63,7 @@ def load_model(
         if load_format == "dummy":
             _randomise(model.weight_slots(), seed)
         else:
-            model.load_weights(read_weights(files, progress))
+            model.load_weights(read_weights(files, progress, dtype=context.dtype))
     _log_loaded("weights", model.nbytes, files, begin)
     if choice := choice_by_length(config):
         logger.info("Rotary positions: %s", choice)
@@ -92,7 +98,7 @@ def load_draft_model(
             present = frozenset(names.inside(name) for name in weight_names(files) if names.wanted(name))
             names.check(present, directory)
             draft = make_draft_model(config, context, target, present)
-            weights = read_weights(files, progress, names.wanted)
+            weights = read_weights(files, progress, names.wanted, context.dtype)
             draft.load_weights((names.inside(name), tensor) for name, tensor in weights)
         draft.weights_loaded()
     _log_loaded("the draft's weights", draft.nbytes, files, begin)
@@ -113,8 +119,10 @@ def _with_stored_head(config: ModelConfig, files: Sequence[Path]) -> ModelConfig
 def _stores_another_head(files: Sequence[Path]) -> bool:
     """Whether ``files`` have both an embedding and a head, with different values."""
     found: dict[str, torch.Tensor] = {}
+    if not any(name.endswith("lm_head.weight") for name in weight_names(files)):
+        return False
     for path in files:
-        with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+        with _naming(path), _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 if name.endswith(_HEAD_AND_EMBEDDING):
                     found[name.split(".")[-2]] = file.get_tensor(name)
@@ -215,7 +223,7 @@ def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[],
     begin = time.perf_counter()
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for named in read_weights(files, progress=False):
+        for named in read_weights(files, progress=False, dtype=model.context.dtype):
             one_more()
             yield named
 
@@ -248,8 +256,8 @@ def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
 
 
 def _files(directory: str, load_format: str, convert: str = CONVERT) -> list[Path]:
-    if load_format not in ("auto", "safetensors", "dummy"):
-        raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors or dummy")
+    if load_format not in ("auto", "safetensors", "gguf", "dummy"):
+        raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors, gguf or dummy")
     return [] if load_format == "dummy" else weight_files(Path(directory), convert)
 
 
@@ -264,8 +272,14 @@ def weight_names(files: Sequence[Path]) -> list[str]:
     return [name for path in files for name in _names_in(path)]
 
 
+def _opened(path: Path, dtype: torch.dtype = torch.float32) -> AbstractContextManager[Any]:
+    """The file at ``path``, with the methods of safetensors. Quantised numbers of a GGUF file become ``dtype``, on the
+    default device."""
+    return GGUFWeights(path, dtype) if is_gguf(path) else safe_open(path, framework="pt", device="cpu")
+
+
 def _names_in(path: Path) -> list[str]:
-    with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+    with _naming(path), _opened(path) as file:
         return list(file.keys())
 
 
@@ -282,7 +296,7 @@ def _read_headers(files: Sequence[Path], with_values: bool = True) -> Iterator[t
     """(name, tensor without values) for every tensor of ``files``. ``with_values``: the order of GPTQ's columns has
     values, and so have tensors that do not matter if they are zero."""
     for path in files:
-        with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+        with _naming(path), _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 if with_values and name.endswith((COLUMN_ORDER, *ADDED)):
                     yield name, file.get_tensor(name)
@@ -306,11 +320,15 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_weights(
-    files: Sequence[Path], progress: bool, wanted: Callable[[str], bool] = lambda name: True
+    files: Sequence[Path],
+    progress: bool,
+    wanted: Callable[[str], bool] = lambda name: True,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for every ``wanted`` tensor of ``files``. Tensors are memory-mapped on the CPU and valid until the
-    next one is taken. ``progress`` shows a progress bar on a terminal; otherwise the log gets a line at the beginning
-    of a file, at most one every 10 s."""
+    next one is taken; those that a GGUF file has quantised are of ``dtype`` on the default device. ``progress``
+    shows a progress bar on a terminal; otherwise the log gets a line at the beginning of a file, at most one every
+    10 s."""
     total_bytes = sum(path.stat().st_size for path in files)
     said = time.perf_counter()
     with tqdm(
@@ -326,11 +344,11 @@ def read_weights(
                 said = time.perf_counter()
                 logger.info("Loading weights: file %d of %d", number, len(files))
             # safetensors ignores torch's default device, so its tensors are on the CPU.
-            with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+            with _naming(path), _opened(path, dtype) as file:
                 for name in filter(wanted, file.keys()):
                     tensor = file.get_tensor(name)
                     yield name, tensor
-                    bar.update(tensor.nbytes)
+                    bar.update(file.nbytes(name) if isinstance(file, GGUFWeights) else tensor.nbytes)
         bar.update(total_bytes - bar.n)  # the files' headers and the tensors that were not wanted
 
 

@@ -263,7 +263,7 @@ def test_choices_are_taken_in_any_case() -> None:
         ("--cuda-graph-bs 1 two", "--cuda-graph-bs 1 two: expected whole numbers"),
         ("--cuda-graph-bs 1,2,4", "--cuda-graph-bs 1,2,4: expected whole numbers with spaces between them"),
         ("--cuda-graph-bs 1 2.5 --port 1", "--cuda-graph-bs 1 2.5: expected whole numbers"),
-        ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
+        ("--load-format npcache", "--load-format npcache: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
         (

@@ -576,7 +576,6 @@ def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     [
         (("pytorch_model.bin",), "only pickled weights (.bin, .pt), which can run code when read; convert them once"),
         (("consolidated.00.pth",), "only pickled weights (.bin, .pt), which can run code"),
-        (("model-Q4_K_M.gguf",), "holds weights in the GGUF format (llama.cpp), not read here; give the orig"),
         (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter (LoRA), not a model; merge it into"),
         (("adapter_config.json", "adapter_model.bin"), "holds an adapter (LoRA), not a model; merge it into org/base"),
     ],
@@ -614,9 +613,6 @@ def test_missing_weights_are_noticed_before_anything_starts(model_dir: Path) -> 
 def test_a_file_of_weights_instead_of_its_folder_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="is a file; give the directory that holds it"):
         resolved(model_dir / "model.safetensors")
-    (model_dir / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="GGUF files are not read; give the original model in safetensors"):
-        resolved(model_dir / "model.gguf")
 
 
 def test_trust_remote_code_helps_no_unknown_architecture(model_dir: Path) -> None:

@@ -180,7 +180,7 @@ def test_sizes_that_are_not_those_of_the_files_allocate_nothing(checkpoint: Path
 
 
 def test_unknown_load_format(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="use auto, safetensors or dummy"):
+    with pytest.raises(ValueError, match="use auto, safetensors, gguf or dummy"):
         load(checkpoint, "pt")
 
 

@@ -1,0 +1,236 @@
+"""GGUF files: the same model as the checkpoint that they were made from; damaged and hostile ones are refused."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import Type, quantised, round_checkpoint, tokenizer_metadata, write_gguf
+from model_parity import PagedModel, reference_logits, save_checkpoint
+
+import fenceline
+from fenceline.config import ConfigError
+from fenceline.config.gguf_file import TENSOR_TYPES
+from fenceline.config.model_config import ModelConfig
+from fenceline.config.model_files import demo_model_path, model_directory
+from fenceline.config.weight_headers import read_headers
+from fenceline.layers.forward_batch import ForwardMode
+from fenceline.models.gguf_weights import dequantised
+
+PROMPT = torch.randint(0, 101, (90,), generator=torch.Generator().manual_seed(5))
+_ONE_THETA = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0}
+    | {"original_max_position_embeddings": 64, "attention_factor": 1.2},
+    "sliding_attention": {"rope_theta": 300.0},
+}
+# By the name in CHECKPOINTS: entries that a file cannot say, as the published models have them.
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama-tied-biased": {},
+    "llama-llama3": {},
+    "llama-linear": {},
+    "llama-yarn-attention-factor": {},
+    "mixtral": {},
+    "qwen2-tied-yarn": {},
+    "qwen2-moe-no-bias": {},
+    "qwen3": {},
+    "qwen3-moe": {},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "phi3-partial": {},
+    "phi3-longrope": {},
+    "granite": {},
+    "seed-oss": {},
+    "exaone4": {},
+    "exaone4-no-windows": {},
+    "smollm3": {},
+    "olmo2": {},
+    "olmo3": {"rope_parameters": _ONE_THETA},
+    "glm4": {},
+    "glm4-moe": {"n_group": 1, "topk_group": 1},
+}
+
+
+def logits(path: Path) -> torch.Tensor:
+    """Ours of ``PROMPT``, in float32."""
+    with torch.inference_mode():
+        return PagedModel(path, 16, "cpu").step([(0, PROMPT, 0, len(PROMPT))], ForwardMode.EXTEND)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_of_each_family_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_checkpoint(name, tmp_path, FAMILIES[name])
+    path = write_gguf(tmp_path / "model.gguf", tmp_path)
+    torch.testing.assert_close(logits(path), reference_logits(reference, [PROMPT])[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1])
+def test_quantised_numbers_are_those_of_the_file(kind: Type, tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})
+    path = write_gguf(tmp_path / "model.gguf", tmp_path, kind)
+    round_checkpoint(tmp_path, kind)
+    assert torch.equal(logits(path), logits(tmp_path))
+
+
+@pytest.mark.parametrize("number", TENSOR_TYPES)
+def test_every_format_is_dequantised_as_by_the_package(number: int) -> None:
+    kind, random = Type(number), np.random.default_rng(number)
+    ours = TENSOR_TYPES[number]
+    assert (ours.numbers, ours.nbytes) == gguf.GGML_QUANT_SIZES[kind] and ours.name == kind.name
+    raw = random.integers(0, 256, (37, ours.nbytes), dtype=np.uint8)
+    if ours.numbers == 1:
+        return
+    # The exponents of scales in random bytes would be those of infinities.
+    raw[:, 1::2] &= 0x3F
+    raw[:, 0] &= 0x7F
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    assert torch.equal(dequantised(ours, torch.from_numpy(raw).flatten(), torch.float32), expected)
+    rounded = dequantised(ours, torch.from_numpy(raw).flatten(), torch.bfloat16)
+    assert torch.equal(rounded, expected.to(torch.bfloat16))
+
+
+def test_large_tensors_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(64, 96)
+    raw = torch.from_numpy(gguf.quants.quantize(values.numpy(), Type.Q8_0)).flatten()
+    monkeypatch.setattr("fenceline.models.gguf_weights._CHUNK", 1000)
+    found = dequantised(TENSOR_TYPES[Type.Q8_0], raw, torch.float32)
+    assert torch.equal(found.view(64, 96), quantised(values, Type.Q8_0))
+
+
+def test_parts_and_folders_lead_to_the_file(tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path)
+    whole = write_gguf(tmp_path / "whole.gguf", tmp_path)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write_gguf(folder / "model.gguf", tmp_path, split_max_tensors=15)
+    parts = sorted(folder.iterdir())
+    assert len(parts) > 1
+    for given in (folder, *parts):
+        assert model_directory(str(given), "--model-path", None, None, weights=True) == str(parts[0])
+    assert torch.equal(logits(parts[0]), logits(whole))
+    shutil.copy(whole, folder / "mmproj-model.gguf")  # the tower of a model that reads images is not in the way
+    assert model_directory(str(folder), "--model-path", None, None, weights=True) == str(parts[0])
+    shutil.copy(whole, folder / "other.gguf")
+    with pytest.raises(ConfigError, match=r"holds 2 GGUF models; give one of them, such as .*model-00001-of"):
+        model_directory(str(folder), "--model-path", None, None, weights=True)
+    parts[1].unlink()
+    with pytest.raises(ConfigError, match=rf"1 of the model's {len(parts)} files are missing, first {parts[1].name};"):
+        model_directory(str(parts[0]), "--model-path", None, None, weights=True)
+    # Beside the checkpoint that it was made from, a file is not what a folder stands for.
+    assert model_directory(str(tmp_path), "--model-path", None, None, weights=True) == str(tmp_path)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> tuple[Path, Path]:
+    """The demo model, rounded to Q8_0, and a file of it."""
+    folder = tmp_path / "demo"
+    shutil.copytree(demo_model_path(), folder, ignore=shutil.ignore_patterns("eagle3", "nextn"))
+    path = write_gguf(tmp_path / "demo.gguf", folder, Type.Q8_0, tokenizer_metadata(folder, "qwen2"))
+    round_checkpoint(folder, Type.Q8_0)
+    return folder, path
+
+
+def test_the_engine_serves_a_file_as_it_serves_the_folder(demo: tuple[Path, Path]) -> None:
+    question = [{"role": "user", "content": "What is 12 + 30?"}]
+    answers = []
+    for path in demo:
+        with fenceline.Engine(str(path), log_level="warning", max_total_tokens=512) as engine:
+            text = engine.generate(
+                ["Q: What is 5 + 8?\nA:", "Q: copy abc\nA:"], {"temperature": 0, "max_new_tokens": 12}
+            )
+            chat = engine.chat(question, temperature=0, max_tokens=12)
+            answers.append(([each["output_ids"] for each in text], chat["choices"][0]["message"]["content"]))
+    assert answers[0] == answers[1]
+    assert "42" in answers[1][1]
+
+
+# --- what is refused
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("whole")
+    save_checkpoint("qwen3", folder)
+    return write_gguf(folder / "model.gguf", folder).read_bytes()
+
+
+def refusal(path: Path) -> str:
+    """Why the file at ``path`` is refused, one line that begins with its name."""
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dir(str(path))
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ") and "\n" not in text and len(text) < 600
+    return text
+
+
+def test_damaged_files_are_refused(whole_file: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for length in (*range(0, 4000, 61), len(whole_file) - 1):
+        path.write_bytes(whole_file[:length])
+        text = refusal(path)
+        assert ("does not begin with GGUF" in text) if length < 4 else ("truncated or damaged" in text)
+    path.write_bytes(b"PK\3\4" + whole_file[4:])
+    assert "is no GGUF file" in refusal(path)
+    for version in (1, 9, 3 << 24):
+        path.write_bytes(whole_file[:4] + struct.pack("<I", version) + whole_file[8:])
+        assert f"GGUF version {version}" in refusal(path)
+
+
+def test_a_hostile_header_allocates_nothing(whole_file: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    many = struct.pack("<Q", 1 << 60)
+    for at in (8, 16, 24):  # tensors, entries, the first key's length
+        path.write_bytes(whole_file[:at] + many + whole_file[at + 8 :])
+        assert "truncated or damaged" in refusal(path)
+    key = struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    for inside in (0, 8, 9, 77):  # arrays of bytes, texts, arrays, nothing known
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<I", inside) + many)
+        assert "is an array of" in refusal(path)
+    described = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2) + many + many + struct.pack("<IQ", 0, 0)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + described)
+    assert "tensor t ends at" in refusal(path)
+    one = struct.pack("<Q", 1)
+    described = one + b"t" + struct.pack("<I", 1) + one + struct.pack("<IQ", 99, 0)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + described + bytes(64))
+    assert "tensor t is of ggml's type 99, which is not read (F32, F16" in refusal(path)
+
+
+def test_random_bytes_in_a_header_are_refused_or_harmless(whole_file: bytes, tmp_path: Path) -> None:
+    path, random = tmp_path / "model.gguf", np.random.default_rng(3)
+    for _ in range(300):
+        changed = bytearray(whole_file)
+        at = int(random.integers(0, 3000))
+        changed[at : at + 4] = random.bytes(4)
+        path.write_bytes(changed)
+        try:
+            ModelConfig.from_dir(str(path))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+
+
+def test_what_a_file_lacks_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def written(arch: str, *entries: str) -> Path:
+        writer = gguf.GGUFWriter(path, arch)
+        for entry in entries:
+            writer.add_uint32(f"{arch}.{entry}", 64)
+        writer.add_tensor("token_embd.weight", np.zeros((8, 64), dtype=np.float32))
+        writer.add_tensor("blk.0.novel.weight", np.zeros((8, 64), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    assert "is of 'mamba'; of GGUF models these are read: llama, qwen2" in refusal(written("mamba"))
+    assert "is a vision tower (mmproj), not a model" in refusal(written("clip"))
+    assert "its metadata lacks llama.attention.head_count;" in refusal(written("llama", "embedding_length"))
+    with pytest.raises(ConfigError, match=r"tensor blk\.0\.novel\.weight is not known for llama; give the original"):
+        read_headers([path])
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.arkhitecture"))
+    assert "its metadata lacks general.architecture" in refusal(path)
