@@ -30,7 +30,7 @@ from fenceline_proof.tiny_model import PIECES
 F64 = npt.NDArray[np.float64]
 _Logprobs = Sequence[tuple[float | None, int]]
 
-LOGPROB_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = EMBEDDING_TOLERANCE = 1e-4
 _STUCK = FinishReason(type="abort", message="no token of the vocabulary can follow in its grammar", status_code=400)
 _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
@@ -187,7 +187,11 @@ class _Comparison:
             right = reason is not None and reason.type == "abort" and reason.status_code == 400
             return "" if right and not exchange.tokens else "is not refused though it does not fit"
         tokens, counts = self._tokens(reason), self._counts()
-        logprobs = "" if tokens or counts else self._output_logprobs() or self._input_logprobs(reason)
+        logprobs = (
+            ""
+            if tokens or counts
+            else (self._output_logprobs() or self._input_logprobs(reason) or self._embedding(reason))
+        )
         return counts if self._answer.num_near_ties else tokens or counts or logprobs
 
     def _counts(self) -> str:
@@ -266,6 +270,16 @@ class _Comparison:
             tokens = tokens[: len(parts[0].token_ids)]
             rows = rows[: len(tokens)]
         return self._logprobs("input", parts, tokens, rows)
+
+    def _embedding(self, reason: FinishReason | None) -> str:
+        first = self._exchange.outs[0].decode if self._exchange.outs else None
+        found = None if first is None else first.embedding
+        if (found is not None) != (self._exchange.request.embed and reason is not None and reason.type == "length"):
+            return "has an embedding" if found is not None else "has no embedding"
+        state, right = np.frombuffer(found or b"", np.float32), self._answer.embedding() if found else None
+        if right is not None and not (np.abs(state - right) <= EMBEDDING_TOLERANCE).all():
+            return f"its embedding is {state}, alone {right}"
+        return ""
 
     def _logprobs(
         self, side: str, parts: Sequence[TokenLogprobs | None], tokens: Sequence[int], expected: Sequence[F64 | None]

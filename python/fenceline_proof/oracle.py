@@ -299,6 +299,10 @@ class Answer:
         hidden = np.concatenate(self._hidden)[first:-1]
         return _log_softmax(self._scores(hidden))
 
+    def embedding(self) -> F64:
+        """[hidden]: the state of the prompt's last token behind the last norm."""
+        return self._model.norm(self._hidden[-1][-1], "model.norm")
+
     def _forward(self, tokens: tuple[int, ...] | list[int]) -> F64:
         """Hidden states [T, hidden] of the next ``tokens`` of the sequence."""
         model, first, num = self._model, self._num_computed, len(tokens)

@@ -253,7 +253,7 @@ class _Reader:
             token_ids=_tokens(ids, seq["row"], seq["prefix_len"]),
             out_slots=pages * self._page_size + slots % self._page_size, scored=range(*seq["scored"]),
             top_logprobs=min(seq["top_logprobs"], _MAX_TOP), token_ids_logprob=_named(seq["token_ids_logprob"]),
-            following=tuple(token % VOCAB_SIZE for token in seq["following"]), history=history,
+            following=tuple(token % VOCAB_SIZE for token in seq["following"]), history=history, embeds=seq["embeds"],
         )  # fmt: skip
 
     def _page_writes(self, step: Mapping[str, Any]) -> PageWrites:

@@ -122,6 +122,8 @@ class Script:
                 shifted = [(token + self.num_reqs) % VOCAB_SIZE for token in ids]
                 values = ids.values() if isinstance(ids, dict) else ()
                 options[name] = dict(zip(shifted, values, strict=True)) if values else shifted[self.num_reqs % 2 :]
+        if num_tokens <= 1 and seed % 4 == 0 and not options.keys() & {"return_logprob", "grammar", "min_new_tokens"}:
+            num_tokens, options = 0, options | {"embed": True}  # the prompt's embedding instead of a token
         outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
         params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
         outer = {"stream": True} | outer

@@ -28,6 +28,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree import radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.model_executor import extend_runner
+from fenceline.models.decoder import CausalLM
 from fenceline.sampling import gumbel as engine_gumbel
 from fenceline.sampling import sampler as sampler_module
 from fenceline.sampling import sampling_batch
@@ -470,7 +471,12 @@ def _the_first_rows(log: LogprobLog, tokens: list[int], values: Any, start: int,
     append(log, tokens, values, 0, source)
 
 
+def _of_the_first_token(self: CausalLM, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return embeddings(self, x, torch.zeros_like(index))
+
+
 accept, append, stuck = Scheduler.accept, publishing._append, MaskedSteps.stuck
+embeddings = CausalLM.embeddings
 
 
 @pytest.mark.parametrize(
@@ -479,13 +485,14 @@ accept, append, stuck = Scheduler.accept, publishing._append, MaskedSteps.stuck
         (Scheduler, "accept", _one_token_less_than_fits, "retraction", "ends with length after"),
         (MaskedSteps, "stuck", _goes_on_without_a_mask, "grammars", "after its end (abort no token of the vocab"),
         (publishing, "_append", _the_first_rows, "bursts", "logprobs at"),
+        (CausalLM, "embeddings", _of_the_first_token, "queued", "its embedding is"),
     ],
 )
 def test_ends_and_logprobs_that_are_rare_are_compared(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, workload: str, says: str
 ) -> None:
     """The end of a request that has all memory, and of one whose grammar no token can complete; logprobs of several
-    prompts in one step."""
+    prompts in one step; embeddings."""
     monkeypatch.setattr(owner, name, fault)
     outcomes = (run(Trial(workload, seed)) for seed in range(16))
     found = next(one for one in outcomes if not one.clean)

@@ -211,8 +211,8 @@ def test_wrong_pairs_are_refused(client: httpx.Client, route: str, body: dict[st
     assert message in answer.json()["error"]["message"]
 
 
-def test_from_python(path: Path, reference: transformers.PreTrainedModel) -> None:
-    with fenceline.Engine(str(path), device="cpu", max_total_tokens=2048) as engine:
+def test_from_python_and_on_two_ranks(path: Path, reference: transformers.PreTrainedModel) -> None:
+    with fenceline.Engine(str(path), device="cpu", max_total_tokens=2048, tp_size=2) as engine:
         several = engine.encode(TEXTS, dimensions=9)
         close([one["embedding"] for one in several], [embedding_of(reference, ids_of(text), 9) for text in TEXTS])
         one = engine.encode(input_ids=ids_of(TEXTS[0]))

@@ -248,6 +248,7 @@ def _seq(rid: str, row: int, start: int, sampling: int | None, chunk: Chunk) -> 
         "token_ids_logprob": chunk.token_ids_logprob,
         "following": list(chunk.following),
         "history": history,
+        "embeds": chunk.embeds,
     }
 
 

@@ -217,6 +217,17 @@ async def test_ids_of_a_long_text_take_four_bytes_each() -> None:
     assert num_bytes < 6 * len(expected)
 
 
+@pytest.mark.parametrize("num_words", [30, 30_000])
+async def test_a_text_that_is_cut_off_ends_as_others_do(num_words: int) -> None:
+    """The state of the last token may be all that is wanted of it."""
+    pool = TokenizePool(split_by(LLAMA3))
+    text = "fox " * num_words
+    whole = split_by(LLAMA3).encode(text)
+    [ids] = await pool.encode([text], True, 10, 10**9, truncate=True)
+    pool.close()
+    assert list(ids) == [*whole[:9], whole[-1]] and whole[-1] == 1
+
+
 async def test_threads_leave_a_core_of_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many the machine has: the scheduler works on one of them."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)

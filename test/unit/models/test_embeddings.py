@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from embedding_model import F32, MODULES, publish, random_qwen3, save_embedder, save_reranker, state_of
+from embedding_model import F32, MODULES, embedding_of, publish, random_qwen3, save_embedder, save_reranker, state_of
 from scheduler_driver import Driver, make_model_driver, request
 
 from fenceline.config import ConfigError
@@ -69,6 +69,13 @@ def test_states_are_those_of_transformers(reference: transformers.PreTrainedMode
     if name == "hicache":
         details = [out.cached_tokens_details for out in again if out is not None]
         assert any(one is not None and one.host for one in details)
+
+
+def test_any_decoder_embeds() -> None:
+    driver = make_model_driver(is_embedding=True, chunked_prefill_size=16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(driver.config.model.model_path, dtype="float32")
+    for mine, ids in zip(embed(driver), PROMPTS, strict=True):
+        np.testing.assert_allclose(mine / np.linalg.norm(mine), embedding_of(model, ids, len(mine)), atol=1e-4)
 
 
 @pytest.fixture
