@@ -13,11 +13,11 @@ from fenceline.benchmarking.runner import exit_status, run_benchmark
 __all__ = ["main", "run_benchmark"]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; ``argv`` without the program's name (``sys.argv[1:]`` if None). Returns: 0 fine, 1 the run
-    could not be made or every request failed, 3 the determinism check found a difference, 130 interrupted. (argparse
-    itself leaves with 2 on unknown flags.)"""
-    args = build_parser().parse_args(argv)
+def main(argv: list[str] | None = None, prog: str = "python -m fenceline.bench_serving") -> int:
+    """The command line ``prog``; ``argv`` are the words after its name (``sys.argv[1:]`` if None). Returns: 0 fine, 1
+    the run could not be made or every request failed, 3 the determinism check found a difference, 130 interrupted.
+    (argparse itself leaves with 2 on unknown flags.)"""
+    args = build_parser(prog).parse_args(argv)
     try:
         return exit_status(run_benchmark(args))
     except ValueError as error:

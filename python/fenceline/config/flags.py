@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import yaml
 
 from fenceline.config import ConfigError
+from fenceline.config.help import HelpAction
 from fenceline.config.refused import REFUSED, Refusal, find
 
 logger = logging.getLogger(__name__)
@@ -201,16 +202,19 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(_SPELLINGS.sub(r"\1:", message))
 
 
-def build_parser(cls: type[Any], prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser for the flags of ``cls``. Values stay text; ``coerce`` converts and checks them later."""
+def build_parser(cls: type[Any], prog: str, description: str, usual: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser for the flags of ``cls``; its help shows those that are named in ``usual`` unless it is asked for more.
+    Values stay text; ``coerce`` converts and checks them later."""
     parser = _Parser(
         prog=prog,
         usage="%(prog)s MODEL [flags]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of flags; the command line wins over it")
+    parser.add_argument("-h", "--help", action=HelpAction, usual=("config", *usual))
+    parser.add_argument("--config", metavar="FILE", help="A YAML file of flags; the command line wins over it")
     groups: dict[str, Any] = {}
     for flag in flags_of(cls).values():
         if flag.spec.group not in groups:

@@ -7,6 +7,7 @@ them; the settings that follow from them on this machine are in ``EngineConfig``
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,12 @@ _REFUSED_BACKENDS = {
     ),
     "torch_native": "use torch",
 }
+# What --help shows of the flags, unless it is asked for more.
+_USUAL = (
+    "host", "port", "api_key", "served_model_name", "context_length", "quantization", "mem_fraction_static",
+    "max_running_requests", "enable_hierarchical_cache", "speculative_algorithm", "tp_size", "dp_size",
+    "enable_metrics",
+)  # fmt: skip
 # Registered kinds of device besides cpu and cuda; see memory_order.register_device.
 _registered_kinds: set[str] = set()
 
@@ -684,8 +691,12 @@ def parse_args(argv: Sequence[str], prog: str = "python -m fenceline.launch_serv
     """The flags of a command line and of its ``--config`` file; the model may also stand alone, as in ``MODEL --port
     8000``. ``-h`` prints the help and exits. Raises ConfigError, one line with the remedies, for everything that is
     unknown, refused or malformed."""
-    parser = build_parser(ServerArgs, prog, "Serve a language model over HTTP.")
-    return ServerArgs(**parse_values(parser, ServerArgs, argv, positional="model_path"))
+    return ServerArgs(**parse_values(make_parser(prog), ServerArgs, argv, positional="model_path"))
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the flags. A model that stands alone is not among them: :func:`parse_args` finds it."""
+    return build_parser(ServerArgs, prog, "Serve a language model over HTTP.", _USUAL)
 
 
 def exit_with(error: ConfigError, prog: str) -> NoReturn:

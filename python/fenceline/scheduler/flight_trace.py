@@ -6,9 +6,7 @@ step is one millisecond long, however long it took. The order of events is real,
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -219,23 +217,11 @@ class _Trace:
             self._events.append({"ph": "M", "pid": pid, "tid": row, "name": kind, "args": value})
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``fenceline trace`` and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="fenceline trace",
-        description="Makes a trace of a flight recorder's file, to be opened in https://ui.perfetto.dev or in "
-        "chrome://tracing: streams and requests as rows, Points, and edges as arrows. Its time counts steps.",
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the flight recorder's file")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="instead of FILE.trace.json")
-    args = parser.parse_args(argv)
-    output = args.output or args.file.with_suffix(".trace.json")
-    try:
-        trace = trace_of(read_dump(args.file))
-        with new_file(str(output)) as path:
-            Path(path).write_bytes(orjson.dumps(trace))
-    except (ValueError, OSError) as error:
-        print(f"fenceline trace: {error}", file=sys.stderr)
-        return 2
-    print(f"{output}: open it in https://ui.perfetto.dev or chrome://tracing")
-    return 0
+def write_trace(file: Path, output: Path | None) -> Path:
+    """Write the trace of the dump ``file`` to ``output``, or beside the dump under its name with ``.trace.json``.
+    Returns where it is. Raises ValueError, one line, if ``file`` is no dump, and OSError if nothing can be written."""
+    output = output or file.with_suffix(".trace.json")
+    trace = trace_of(read_dump(file))
+    with new_file(str(output)) as path:
+        Path(path).write_bytes(orjson.dumps(trace))
+    return output
