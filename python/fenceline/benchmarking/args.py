@@ -138,6 +138,11 @@ def check(args: BenchArgs) -> None:
         raise ValueError("--header takes KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
     if args.tokenize_prompt and backend_kind(args.backend) == "chat":
         raise ValueError(f"--tokenize-prompt cannot be used with {args.backend}: chat endpoints take text only")
+    if args.check_determinism and backend_kind(args.backend) == "embeddings":
+        raise ValueError(
+            f"--check-determinism compares texts, and {args.backend} answers with numbers: leave it out (the server's"
+            " --enable-deterministic-inference is tested with them)"
+        )
     if args.dataset_name == "image":
         if backend_kind(args.backend) != "chat":
             raise ValueError(

@@ -173,9 +173,10 @@ def _whole_text(texts: list[str]) -> str:
 
 
 class OpenAIRecorder:
-    """Reads replies of /v1/completions and /v1/chat/completions. Token counts come from ``usage`` if the chunks have
-    it. If only the last chunk has it, its total is divided among the arrivals in proportion to their text, because a
-    chunk may contain several tokens and does not say how many. Without any usage, every chunk counts as one token."""
+    """Reads replies of /v1/completions, /v1/chat/completions and /v1/embeddings, which have no tokens. Counts of tokens
+    come from ``usage`` if the chunks have it. If only the last chunk has it, its total is divided among the arrivals in
+    proportion to their text, because a chunk may contain several tokens and does not say how many. Without any usage,
+    every chunk counts as one token."""
 
     def __init__(self, kind: Kind, start: float) -> None:
         self._kind = kind

@@ -8,23 +8,31 @@ from typing import Any, Literal
 
 from fenceline.benchmarking.records import Call
 
-Kind = Literal["generate", "completions", "chat"]
+Kind = Literal["generate", "completions", "chat", "embeddings"]
 
-_PATHS: dict[Kind, str] = {"generate": "/generate", "completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_PATHS: dict[Kind, str] = {
+    "generate": "/generate",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings",
+}
 
 # backend -> (wire format, default port)
 BACKENDS: dict[str, tuple[Kind, int]] = {
     "fenceline": ("generate", 30000),
     "fenceline-oai": ("completions", 30000),
     "fenceline-oai-chat": ("chat", 30000),
+    "fenceline-embedding": ("embeddings", 30000),
     "sglang": ("generate", 30000),
     "sglang-native": ("generate", 30000),
     "sglang-oai": ("completions", 30000),
     "sglang-oai-chat": ("chat", 30000),
+    "sglang-embedding": ("embeddings", 30000),
     "vllm": ("completions", 8000),
     "vllm-chat": ("chat", 8000),
     "openai": ("completions", 30000),
     "openai-chat": ("chat", 30000),
+    "openai-embeddings": ("embeddings", 30000),
     "lmdeploy": ("completions", 23333),
     "lmdeploy-chat": ("chat", 23333),
 }
@@ -78,6 +86,8 @@ class Endpoint:
         """The JSON body of ``call``. Values in ``extra_body`` replace those set here; nested objects are merged."""
         if self.kind == "generate":
             return _merged(self._native(call), _native_extra(self.extra_body))
+        if self.kind == "embeddings":
+            return _merged({"model": self.model, "input": call.prompt}, self.extra_body)
         body = self._openai(call)
         if self.kind == "chat":
             assert isinstance(call.prompt, list), "a chat endpoint takes messages"

@@ -162,7 +162,7 @@ def _endpoint(args: BenchArgs, root: str, model: str) -> Endpoint:
         backend=args.backend,
         root=root,
         model=model,
-        stream=not args.disable_stream,
+        stream=not args.disable_stream and backend_kind(args.backend) != "embeddings",
         ignore_eos=not args.disable_ignore_eos,
         return_logprob=args.return_logprob,
         extra_body=args.extra_body,

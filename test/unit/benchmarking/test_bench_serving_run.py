@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from fenceline.bench_serving import main, run_benchmark
-from fenceline.benchmarking.args import BenchArgs
+from fenceline.benchmarking.args import BenchArgs, check
 
 Body = dict[str, Any]
 
@@ -45,7 +45,7 @@ class FakeServer:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
         self._held = asyncio.Event()
-        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
             app.router.add_post(path, self.answer)
         for path in ("/flush_cache", "/start_profile", "/stop_profile"):
             app.router.add_post(path, self.control)
@@ -85,6 +85,10 @@ class FakeServer:
             self._in_flight -= 1
 
     async def reply(self, request: web.Request, body: Body) -> web.StreamResponse:
+        if request.path == "/v1/embeddings":
+            data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
+            usage = {"prompt_tokens": len(body["input"]), "total_tokens": len(body["input"])}
+            return web.json_response({"object": "list", "data": data, "usage": usage})
         prompt = body.get("text") or body.get("input_ids") or body.get("prompt") or body.get("messages")
         params = body.get("sampling_params", body)
         num = params.get("max_new_tokens") or params["max_tokens"]
@@ -207,6 +211,20 @@ def test_without_streaming_ttft_is_the_latency(bench: Callable[..., dict[str, An
     assert result["total_output_tokens"] == 40
     assert result["mean_ttft_ms"] == pytest.approx(result["mean_e2e_latency_ms"], rel=0.2)
     assert result["max_itl_ms"] == 0
+
+
+@pytest.mark.parametrize("backend", ["fenceline-embedding", "openai-embeddings"])
+def test_embeddings_are_counted_by_their_inputs(
+    bench: Callable[..., dict[str, Any]], server: FakeServer, backend: str
+) -> None:
+    result = bench(backend=backend, dataset_name="random-ids", vocab_size=500, extra_request_body='{"dimensions": 2}')
+    assert (result["completed"], result["failed"]) == (5, 0), result["errors"]
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (5 * 20, 0)
+    assert result["request_throughput"] > 0 < result["mean_e2e_latency_ms"]
+    for body in server.bodies:
+        assert body.keys() == {"model", "input", "dimensions"} and len(body["input"]) == 20
+    with pytest.raises(ValueError, match="answers with numbers"):
+        check(BenchArgs(backend=backend, check_determinism=1))
 
 
 def test_the_report_and_the_line(
