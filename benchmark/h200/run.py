@@ -2,13 +2,16 @@
 
     python benchmark/h200/run.py                                   # both shapes, the three loads: about 3 minutes
     python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
+    python benchmark/h200/run.py --shape 8b --load stalls-64 stalls-128 stalls-16 \
+        --server-args "--enable-mixed-chunk --max-inter-token-ms 30"    # and without: who decodes while prompts come
     python benchmark/h200/run.py --shape qwen2.5-vl-7b             # with images: each new, or seen before
     python benchmark/h200/run.py --shape tiny --quick              # on any machine: whether it works at all
 
-Each shape's server runs with dummy weights and otherwise default flags (--server-args adds some). Each load is
-warmed up with short requests of its own prompt length, the prefix cache is flushed, and the measured run follows:
-random token ids sent as ids, lengths exact, answers streamed. Loads with images have one of 1280x720 pixels a request,
-through chat completions; those that were seen before are 16 that the server has had, and its cache is kept. The table
+Each shape's server runs with dummy weights and otherwise default flags (--server-args adds some). Each load is warmed
+up with short requests of its own prompt length, the prefix cache is flushed, and the measured run follows: random token
+ids sent as ids, lengths exact (of the loads "stalls" from a range), answers streamed. Loads with images have one of
+1280x720 pixels a request, through chat completions; those that were seen before are 16 that the server has had, and its
+cache is kept. The table
 is Markdown; --out keeps the logs, bench_serving's lines with the server's own state in them, and result.json.
 
 SGLang's figures: version 0.5.16 on one H200, bf16, dummy weights, fa3 backend, its defaults and its own client.
@@ -37,18 +40,21 @@ _DYING_S = 3.0  # a server whose scheduler has died ends within this time; its r
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``concurrency`` requests at a time; lengths in tokens. ``images``: what each request has before its text."""
+    """``concurrency`` requests at a time; lengths in tokens, or the greatest ones, and the smallest are ``range_ratio``
+    of these. ``images``: what each request has before its text."""
 
     input_len: int
     output_len: int
     concurrency: int
     num_prompts: int
     images: Literal["none", "a new one", "one seen before"] = "none"
+    range_ratio: float = 1.0
 
     def eighth(self) -> Load:
         """A smaller load, for --quick."""
         lens = (max(self.input_len // 8, 1), max(self.output_len // 8, 2))
-        return Load(*lens, max(self.concurrency // 8, 1), max(self.num_prompts // 8, 2), self.images)
+        sizes = max(self.concurrency // 8, 1), max(self.num_prompts // 8, 2)
+        return Load(*lens, *sizes, self.images, self.range_ratio)
 
     def flags(self, vocab: int) -> list[str]:
         """Those of bench_serving that say what is sent; ``vocab``: ids of plain tokens."""
@@ -58,8 +64,9 @@ class Load:
 
     def __str__(self) -> str:
         image = "" if self.images == "none" else f", an image ({self.images})"
-        sizes = f"{self.input_len} in, {self.output_len} out, {self.concurrency} at a time, {self.num_prompts} requests"
-        return sizes + image
+        lens = f"{self.input_len} in, {self.output_len} out"
+        lens += "" if self.range_ratio == 1 else f" (from {self.range_ratio:g} of these)"
+        return f"{lens}, {self.concurrency} at a time, {self.num_prompts} requests{image}"
 
 
 _TEXT_FLAGS = ["--backend", "fenceline", "--dataset-name", "random-ids"]
@@ -68,19 +75,28 @@ _IMAGE_FLAGS = ["--backend", "fenceline-oai-chat", "--dataset-name", "image", "-
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Output tokens and requests per second over the run; means over requests, in milliseconds."""
+    """Output tokens and requests per second over the run; means over requests, in milliseconds; the 99th percentile of
+    all gaps between tokens, and the median of the requests' longest gaps."""
 
     output_tok_s: float
     ttft_ms: float
     tpot_ms: float
     requests_s: float | None = None
+    itl_p99_ms: float | None = None
+    gap_ms: float | None = None
 
 
 LOADS = {"1": Load(1024, 256, 1, 12), "32": Load(128, 512, 32, 96), "256": Load(1024, 256, 256, 512)}
 _AT_A_TIME = {1: 12, 16: 96, 64: 256}  # with images: how many requests in all
 IMAGE_LOADS = {f"image-{at}": Load(100, 128, at, num, "a new one") for at, num in _AT_A_TIME.items()}
 IMAGE_LOADS |= {f"seen-{at}": Load(100, 128, at, num, "one seen before") for at, num in _AT_A_TIME.items()}
-ALL_LOADS = IMAGE_LOADS | LOADS
+# Who decodes while prompts come: chats of any length, short ones, and long prompts.
+STALL_LOADS = {
+    "stalls-64": Load(2048, 512, 64, 384, range_ratio=0.0),
+    "stalls-128": Load(512, 128, 128, 1024, range_ratio=0.5),
+    "stalls-16": Load(8192, 256, 16, 96),
+}
+ALL_LOADS = IMAGE_LOADS | STALL_LOADS | LOADS
 SGLANG = {
     ("0.6b", "1"): Figures(601, 11.8, 1.62),
     ("0.6b", "32"): Figures(15487, 32, 2.00),
@@ -119,7 +135,7 @@ def bench(
     file.unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", "fenceline.bench_serving", "--base-url", server.url),
-        *(*load.flags(vocab), "--random-range-ratio", "1"),
+        *(*load.flags(vocab), "--random-range-ratio", f"{load.range_ratio:g}"),
         *("--random-input-len", str(load.input_len), "--random-output-len", str(load.output_len)),
         *("--num-prompts", str(load.num_prompts), "--max-concurrency", str(load.concurrency), "--seed", str(seed)),
         *("--warmup-requests", "1", "--disable-tqdm", "--output-file", str(file)),
@@ -169,7 +185,8 @@ def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace)
     return Row(shape, key, str(load), Figures(*values), graph_summary(result.get("server_info")), error)
 
 
-_FIGURES = "output_throughput", "mean_ttft_ms", "mean_tpot_ms", "request_throughput"
+_FIGURES = "output_throughput", "mean_ttft_ms", "mean_tpot_ms", "request_throughput", "p99_itl_ms"
+_FIGURES += ("median_longest_gap_ms",)
 
 
 def graph_summary(info: object) -> str:
@@ -188,7 +205,7 @@ def graph_summary(info: object) -> str:
 
 def loads_of(shape: str) -> list[str]:
     """The loads that the model of ``shape`` can take."""
-    return list(ALL_LOADS if has_tower(shape) else LOADS)
+    return list(IMAGE_LOADS | LOADS if has_tower(shape) else LOADS)
 
 
 def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iterator[Row]:
@@ -208,7 +225,7 @@ def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iter
 
 
 COLUMNS = ["shape", "load", "output tok/s", "SGLang", "ratio", "TTFT mean ms", "SGLang"]
-COLUMNS += ["TPOT mean ms", "SGLang", "ratio", "requests/s", "graph replays"]
+COLUMNS += ["TPOT mean ms", "SGLang", "ratio", "requests/s", "ITL p99 ms", "longest gap, median ms", "graph replays"]
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
@@ -227,7 +244,7 @@ def table_row(row: Row) -> str:
             *(f"{ours.ttft_ms:.1f}", f"{theirs.ttft_ms:g}"),
             *(f"{ours.tpot_ms:.2f}", f"{theirs.tpot_ms:g}", f"{theirs.tpot_ms / ours.tpot_ms:.2f}"),
         ]
-    cells.append("" if ours.requests_s is None else f"{ours.requests_s:.2f}")
+    cells += ["" if one is None else f"{one:.2f}" for one in (ours.requests_s, ours.itl_p99_ms, ours.gap_ms)]
     return f"| {row.shape} | {row.what} | {' | '.join(cells)} | {row.graphs} |"
 
 

@@ -67,6 +67,7 @@ class BenchmarkMetrics:
     ttft: Summary
     tpot: Summary
     itl: Summary
+    longest_gap: Summary  # of each request, between two of its tokens
     turns: tuple[TurnMetrics, ...] = ()
     errors: tuple[tuple[str, int], ...] = ()
 
@@ -109,6 +110,7 @@ def calculate_metrics(result: LoadResult, tokenizer: Tokenizer | None) -> Benchm
         ttft=Summary.of_seconds([reply.ttft for reply in replies]),
         tpot=Summary.of_seconds(tpots),
         itl=Summary.of_seconds([gap for reply in replies for gap in reply.itl]),
+        longest_gap=Summary.of_seconds([max(reply.itl) for reply in replies if reply.itl]),
         turns=_turn_metrics(result.outputs),
         errors=tuple(failures.most_common()),
     )

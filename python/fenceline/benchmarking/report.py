@@ -23,6 +23,7 @@ def format_report(args: BenchArgs, metrics: BenchmarkMetrics, accept_length: flo
     lines += _section("Time to First Token", "TTFT", metrics.ttft)
     lines += _section("Time per Output Token (excl. 1st token)", "TPOT", metrics.tpot)
     lines += _section("Inter-Token Latency", "ITL", metrics.itl)
+    lines += _section("Longest Gap of a Request", "gap", metrics.longest_gap)
     if metrics.turns:
         lines.append("Time to First Token by Turn".center(_WIDTH, "-"))
         for turn in metrics.turns:
@@ -125,7 +126,7 @@ def result_dict(
         "output_throughput": metrics.output_throughput,
         "total_throughput": metrics.total_throughput,
     }
-    for name in ("e2e_latency", "ttft", "tpot", "itl"):
+    for name in ("e2e_latency", "ttft", "tpot", "itl", "longest_gap"):
         head |= _flat(name, getattr(metrics, name))
     head |= {
         "concurrency": metrics.concurrency,
