@@ -417,6 +417,7 @@ def configurations(longest: int, token_bytes: int, on_cpu: bool, storage: str) -
             "eagle3_chain": f"{graphs} {tight} {eagle3} {direct}",
             "eagle3_tree": f"{graphs} {tight} {eagle3} {tree}",
             "nextn": f"{tight} --speculative-algorithm NEXTN {kernel}",
+            "mixed": f"{graphs} {tight} {kernel} {files} {first} --chunked-prefill-size 192 --enable-mixed-chunk",
             "everything": f"{graphs} {tight} {eagle3} {kernel} {files} {first} --retract-policy offload",
             "replicas": f"{tight} --dp-size 2",
         }.items()
@@ -455,6 +456,7 @@ def state_of(url: str) -> Json:
 
 _EVENTS: dict[str, tuple[str, ...]] = {
     "retractions": ("num_retractions",),
+    "mixed steps": ("num_mixed_steps",),
     "replays": ("cuda_graphs", "replays"),
     "prefill replays": ("piecewise_cuda_graphs", "replays"),
     "tokens from device": ("num_cached_tokens",),

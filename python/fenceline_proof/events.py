@@ -56,6 +56,7 @@ EVENTS: dict[str, str] = {
     "piecewise replay while loading": "one whose pages are being loaded from the host layer by layer",
     "prefill beyond the pieces": "a prefill step larger than every graph",
     "a prompt in three chunks": "in consecutive steps",
+    "prompts beside decoding": "a step computes prompts and a token of each running request",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
     "replay compared with its step": "--debug-cuda-graph computes the step without its graph as well",
     "decode replay with an FP8 cache": "keys and values are kept in eight bits",
@@ -253,7 +254,7 @@ class Watch:
         self.note("decode replay with the sampler", any(map(_beyond_a_draw, batch.sampling)))
 
     def _extend(self, batch: StepBatch, reqs: Sequence[Req], replayed: list[str]) -> None:
-        num_tokens = batch.num_prompt_tokens
+        num_tokens = batch.num_prompt_tokens + batch.num_decodes
         self.note("embeddings found", not batch.encodes and any(one.image_rows is not None for one in batch.chunks))
         encoded = {one.image.digest for one in batch.encodes}
         self.note("embeddings computed again", encoded & self._encoded)
@@ -264,7 +265,8 @@ class Watch:
             self.note("piecewise replay while loading", batch.loads)
         else:
             self.note("prefill beyond the pieces", self._scheduler.config.piecewise_cuda_graph_tokens)
-        for chunk, req in zip(batch.chunks, reqs, strict=True):
+        self.note("prompts beside decoding", batch.num_decodes)
+        for chunk, req in zip(batch.chunks, reqs, strict=False):
             self._num_chunks[req.rid] += 1
             self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
             end = req.allocated_len

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -224,22 +224,29 @@ class _Reader:
         return Step(batch, step["after"], step["done"], step["in_flight"])
 
     def _decode(self, step: Mapping[str, Any]) -> StepBatch:
-        composition = self._composition(step)
-        sampling = tuple(self._samplings[index] for index in composition["sampling"])
-        lens = _ints(step["seq_lens"])
+        of_batch, writes = self._composition(step), self._page_writes(step)
+        batch = self._decodes(of_batch["rows"], step["seq_lens"], of_batch["sampling"], writes)
+        return replace(batch, composition=step["composition"])
+
+    def _decodes(self, rows: Any, seq_lens: Any, samplings: Iterable[int], writes: PageWrites) -> StepBatch:
+        sampling, lens = tuple(self._samplings[index] for index in samplings), _ints(seq_lens)
         return StepBatch(
-            rows=_ints(composition["rows"]), starts=lens - 1, seq_lens=lens, samples=np.ones(len(lens), np.bool_),
-            sampling=sampling, page_writes=self._page_writes(step), after=Points.none(),
-            constrained=constrained_rows(sampling), composition=step["composition"],
+            rows=_ints(rows), starts=lens - 1, seq_lens=lens, samples=np.ones(len(lens), np.bool_), sampling=sampling,
+            page_writes=writes, after=Points.none(), constrained=constrained_rows(sampling),
         )  # fmt: skip
 
     def _extend(self, step: Mapping[str, Any]) -> StepBatch:
-        seqs = step["seqs"]
-        return StepBatch.of_chunks(
+        seqs = [seq for seq in step["seqs"] if seq["out_slots"]]
+        decodes = step["seqs"][len(seqs) :]
+        batch = StepBatch.of_chunks(
             [seq["row"] for seq in seqs], [seq["prefix_len"] for seq in seqs], [self._chunk(seq) for seq in seqs],
             [None if seq["sampling"] is None else self._samplings[seq["sampling"]] for seq in seqs],
             self._page_writes(step), Points.none(),
         )  # fmt: skip
+        if not decodes:
+            return batch
+        rows, lens = [seq["row"] for seq in decodes], [seq["prefix_len"] + 1 for seq in decodes]
+        return batch.beside(self._decodes(rows, lens, [seq["sampling"] for seq in decodes], PageWrites.none()))
 
     def _chunk(self, seq: Mapping[str, Any]) -> Chunk:
         history = None

@@ -170,6 +170,9 @@ class Script:
         """The scenario that has been built. ``sizes``: ``max_total_tokens``, ``max_running_requests`` and
         ``chunked_prefill_size``; pages have 4 tokens unless the ``flags`` say otherwise."""
         flags = {"page_size": 4, **dict(zip(_SIZES, sizes, strict=False)), **flags}
+        own = Random(str(self.random.getstate()[1][:8]))  # so that the other runs stay as they are
+        if own.random() < 0.3:
+            flags["enable_mixed_chunk"] = True
         arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
         return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions))
 

@@ -87,7 +87,8 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """A request's part of a step: tokens ``first`` .. ``length - 1`` are computed, the one after them is sampled.
+    """A request's part of a step: tokens ``first`` .. ``length - 1`` are computed, the one after them is sampled. If it
+    ``decodes``, only the device knows the token.
 
     ``pages``: those of its tokens in order, as the request has them when the step is submitted. In a speculative step
     ``length`` is the most that it can be."""
@@ -98,6 +99,7 @@ class Seq:
     length: int
     samples: bool
     pages: I32
+    decodes: bool = False
 
     def first_read(self, window: int | None) -> int:
         return 0 if window is None else max(self.first - window + 1, 0)

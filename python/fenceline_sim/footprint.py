@@ -117,7 +117,7 @@ class Footprints:
 
     def _check_rows(self, op: Declared, batch: StepBatch) -> None:
         """A step reads the page tables of its requests, writes some entries, and stores the last tokens of those for
-        which it samples. Prefill steps write deltas and embeddings and read embeddings, decode steps read deltas."""
+        which it samples. For prompts it writes deltas and embeddings and reads embeddings, else it reads deltas."""
         accesses = self._accesses
         rows, sampled = batch.rows.tolist(), batch.rows[batch.samples].tolist()
         right_rows = [
@@ -126,7 +126,8 @@ class Footprints:
             (accesses.last_tokens, True, sampled),
         ]
         if accesses.position_deltas is not None:
-            right_rows.append((accesses.position_deltas, not batch.is_decode, rows))
+            right_rows.append((accesses.position_deltas, True, rows[: len(batch.chunks)]))
+            right_rows.append((accesses.position_deltas, False, rows[len(batch.chunks) :]))
         if accesses.embeddings is not None:
             read = [one.image_rows for one in batch.chunks if one.image_rows is not None]
             right_rows.append((accesses.embeddings, False, [row for part in read for row in part.tolist() if row]))

@@ -71,7 +71,6 @@ class StepImages:
     ) -> None:
         """``ahead``: how many tokens further on those of each read begin."""
         self._images, self._seqs, self._weights = images, {seq.row: seq for seq in seqs}, weights
-        self._decodes = batch.is_decode
         self._encodes = list(batch.encodes)
         self._expected = [[one for seq in seqs for one in self._of_tokens(seq, shift)] for shift in ahead]
 
@@ -99,7 +98,7 @@ class StepImages:
                     images._held[row] = _Embedding(encode.image.digest, token, self._weights)
         elif access.tag is images._pool:
             self._check_read(op, access)
-        elif access.tag is images._deltas and self._decodes:
+        elif access.tag is images._deltas and not writes:
             self._check_deltas(op, access)
 
     def _check_read(self, op: Operation, access: Access) -> None:
@@ -122,6 +121,6 @@ class StepImages:
         for row in set(self._seqs if access.rows is None else row_values(access.rows).tolist()):
             seq = self._seqs.get(row)
             right = 0 if seq is None else position_delta(seq.account.images)
-            if seq is not None and values[row] != right:
+            if seq is not None and seq.decodes and values[row] != right:
                 text = f"position_deltas row {row} is {values[row]}, and {right} for {seq.account.name}\n  read by"
                 self._images._report(op, "req_pool.position_deltas", text, ROW_DELTA.name)

@@ -44,7 +44,7 @@ class SpeculativeStep(Step):
     _tags: SpeculativeTags
 
     def __init__(self, tags: SpeculativeTags, seqs: Sequence[Seq], runner: SpeculativeRunner, shape: StepShape) -> None:
-        super().__init__(tags, seqs, decodes=True)
+        super().__init__(tags, seqs)
         self._kind = "speculative step"
         self._shape = shape
         self._num_rows = shape.num_nodes

@@ -150,19 +150,14 @@ class Step:
     """The purpose of a step's operations."""
 
     def __init__(
-        self,
-        tags: Tags,
-        seqs: Sequence[Seq],
-        decodes: bool,
-        images: StepImages | None = None,
-        states: StepStates | None = None,
+        self, tags: Tags, seqs: Sequence[Seq], images: StepImages | None = None, states: StepStates | None = None
     ) -> None:
         self._tags = tags
         self.images = images
         self.states = states
         self.seqs = seqs
-        self._decodes = decodes
-        self._kind = "decode step" if decodes else "prefill step"
+        self._some_decode = any(seq.decodes for seq in seqs)
+        self._kind = "decode step" if all(seq.decodes for seq in seqs) else "prefill step"
         self._pages = frozenset(chain.from_iterable(seq.pages.tolist() for seq in seqs))
         self._by_row = {seq.row: seq for seq in seqs}
         self._next_part = 0  # to be stored
@@ -248,7 +243,7 @@ class Step:
         if not unread:
             unread += self.seqs
             num_unread = sum(seq.length - seq.first_read(window) for seq in unread)
-            self._in_order[part] = not self._decodes or len(slots) >= num_unread
+            self._in_order[part] = not self._some_decode or len(slots) >= num_unread
         left = self._left_of(unread, memory, slots, part)
         if left is not None:
             unread[:] = left
@@ -308,15 +303,15 @@ class Step:
                 yield [*unread[: 0 if in_order else index], *unread[index + 1 :]], slots[num:]
 
     def _candidates(self, unread: Sequence[Seq], in_order: bool) -> Iterator[Seq]:
-        """The requests that may be read next: the first; in prefill steps those without a prefix may be left out; a
-        decode step that attends in groups may sort by length."""
+        """The requests that may be read next: the first; prompts without a prefix may be left out; those that decode
+        may be sorted by length, for attention in groups."""
         for seq in unread:
             yield seq
-            if self._decodes or seq.first > 0:
+            if seq.decodes or seq.first > 0:
                 break
-        if unread and not in_order:
-            longest = max(seq.length for seq in unread)
-            yield from (seq for seq in unread[1:] if seq.length == longest)
+        if not in_order:
+            longest = max([seq.length for seq in unread if seq.decodes], default=0)
+            yield from (seq for seq in unread[1:] if seq.decodes and seq.length == longest)
 
     def _to_read(self, seq: Seq, part: int) -> I64:
         """What the slots of ``part`` hold that it has to read: all, or those that a window leaves."""
@@ -342,7 +337,7 @@ class Step:
         sampled = set(rows)
         for part in range(self._tags.num_parts):
             for seq in self._unread.get(part, self.seqs):
-                if seq.row not in sampled:
+                if seq.row not in sampled or not seq.decodes:
                     continue
                 self._not_read(op, seq, part)
                 return
@@ -353,7 +348,7 @@ class Step:
         unread = self._unread.pop(part, self.seqs) if part in self._begun else ()
         self._begun.add(part)
         for seq in unread:
-            if self._decodes or seq.first > 0:
+            if seq.decodes or seq.first > 0:
                 self._not_read(op, seq, part)
                 return
 
@@ -427,8 +422,8 @@ class Step:
                 self._tags.report(op, f"req_pool.page_table row {row}", text)
 
     def _sample(self, op: Operation, access: Access) -> None:
-        """Last tokens have been written: what the step has sampled. A decode step has read all prefixes by then."""
-        if self._decodes:
+        """Last tokens have been written: what the step has sampled. Who decodes has read the whole prefix by then."""
+        if self._some_decode:
             self._check_all_read(op, self._rows(access))
         values = access.tag.region.view(self._tags.last_layout).numpy()
         for row in self._rows(access):
@@ -608,13 +603,14 @@ class Tags:
         for i, req in enumerate(reqs):
             account = self._account(req)
             row, length, samples = int(batch.rows[i]), int(batch.seq_lens[i]), bool(batch.samples[i])
-            first = length - 1 if batch.is_decode else int(batch.starts[i])
+            decodes = i >= len(batch.chunks)
+            first = length - 1 if decodes else int(batch.starts[i])
             pages = np.array(req.pages[: -(-length // size)], np.int32)
             num_shared = req.shared_len // size
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
             self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
             self.rows.claim([row], account.name, account)
-            seqs.append(Seq(account, row, first, length, samples, pages))
+            seqs.append(Seq(account, row, first, length, samples, pages, decodes))
         self._submitted = self._purpose(seqs, batch)
         with self._gpu.submitting_for(self._submitted):
             yield
@@ -646,7 +642,7 @@ class Tags:
             self._submitted.declare(accessed, written)
 
     def _purpose(self, seqs: Sequence[Seq], batch: StepBatch) -> Step:
-        return Step(self, seqs, batch.is_decode, self._images_of(seqs, batch), self._states_of(seqs, batch))
+        return Step(self, seqs, self._images_of(seqs, batch), self._states_of(seqs, batch))
 
     def _states_of(self, seqs: Sequence[Seq], batch: StepBatch) -> StepStates | None:
         if self.states is None:

@@ -280,6 +280,7 @@ WAYS: dict[str, dict[str, object]] = {
     "pages of a token": {"page_size": 1},
     "pages of 64": {"page_size": 64},
     "chunks": {"chunked_prefill_size": 16},
+    "mixed": {"enable_mixed_chunk": True, "chunked_prefill_size": 32},
     "no graphs": {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True},
     "no cache": {"disable_radix_cache": True},
     "retracted": {
@@ -308,6 +309,8 @@ def test_answers_have_the_same_bits_in_company(alone: dict[str, Answers], model:
         found = collect(driver, asked)
         wrong = [rid for rid, answer in found.items() if answer != expected[rid]]
         assert not wrong, (wrong, found[wrong[0]], expected[wrong[0]])
+    if way == "mixed":
+        assert driver.scheduler.stats.num_mixed_steps > 10
     if way == "retracted":
         assert driver.scheduler.stats.num_retractions > 0
 

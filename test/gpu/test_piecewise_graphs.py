@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from demo_requests import greedy_requests, sampled_requests
 from guarded_runs import SPIN_CYCLES, EagerCudaDevice
 from late_loads import differences
+from msgspec.structs import replace
+from scheduler_driver import make_model_driver
 from step_traces import FULL, PLAIN, TraceShape, random_trace
 from trace_runner import check_same, clear, first_difference, make_runner, play, prefill_stats
 
@@ -73,6 +76,27 @@ def test_every_replay_equals_its_step_without_the_graphs() -> None:
     batches = random_trace(330, 200, trace_shape(16))
     play(runner, batches)
     check_counts(prefill_stats(runner), batches)
+
+
+@pytest.mark.parametrize("backends", ["triton triton", "flashinfer triton", "flashinfer flashinfer"])
+def test_mixed_steps_are_bit_identical_to_their_pieces(backends: str) -> None:
+    """--debug-cuda-graph again, where rows decode behind prompts. Their attention is a call of its own, unless both
+    would be FlashInfer's."""
+    if "flashinfer" in backends:
+        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    prefill, decode = backends.split()
+    driver = make_model_driver(
+        device="cuda", dtype="bfloat16", enable_mixed_chunk=True, debug_cuda_graph=True, chunked_prefill_size=64,
+        piecewise_cuda_graph_tokens=SIZES, prefill_attention_backend=prefill, decode_attention_backend=decode,
+    )  # fmt: skip
+    for req in (*greedy_requests(40), *[replace(req, rid=f"s{req.rid}") for req in sampled_requests()]):
+        driver.send(req)
+        for _ in range(3):
+            driver.step()
+    driver.run()
+    stats = prefill_stats(driver.worker)
+    assert driver.scheduler.stats.num_mixed_steps > 5
+    assert stats.replays == stats.eligible_steps > 0 and stats.fallbacks == stats.repairs == {}
 
 
 def test_padding_costs_no_precision() -> None:

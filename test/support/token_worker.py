@@ -289,7 +289,7 @@ class TokenWorker:
             self.embeddings[encode.rows] = embeddings_of(encode.image)
         tokens, scored, samplings = [], [], iter(batch.sampling)
         columns = (batch.rows, batch.starts, batch.seq_lens, batch.samples)
-        rows = zip(*(column.tolist() for column in columns), batch.chunks, strict=True)
+        rows = zip(*(column.tolist() for column in columns), batch.chunks, strict=False)
         for row, start, length, samples, chunk in rows:
             slots = [self._slot(row, p) for p in range(start, length)]
             assert slots == chunk.out_slots.tolist()
@@ -303,6 +303,9 @@ class TokenWorker:
                 self.req_pool.last_tokens[row] = token
                 tokens.append(token)
             scored += [float(start + offset + 1) for offset in chunk.scored]
+        num = len(batch.chunks)
+        for row, length in zip(batch.rows[num:].tolist(), batch.seq_lens[num:].tolist(), strict=True):
+            tokens += self._decode_row(row, length, next(samplings), 1)
         prompt = _values(scored) if scored else None
         return StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, batch.sampling), prompt)
 

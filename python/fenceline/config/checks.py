@@ -129,6 +129,16 @@ def _check_ranges(args: ServerArgs) -> None:
         args.schedule_conservativeness > 0,
         f"--schedule-conservativeness {args.schedule_conservativeness:g}: must be above 0, 1.0 is usual",
     )
+    most_ms = args.max_inter_token_ms
+    require(
+        most_ms is None or most_ms > 0,
+        f"--max-inter-token-ms {most_ms}: give a number of milliseconds > 0, for example 40",
+    )
+    require(
+        most_ms is None or (args.enable_mixed_chunk and args.chunked_prefill_size != _CHUNKING_OFF),
+        "--max-inter-token-ms limits the chunks of prompts beside which others decode: add --enable-mixed-chunk, and"
+        " leave out --chunked-prefill-size -1",
+    )
     seed = args.random_seed
     require(seed is None or 0 <= seed <= _MAX_SEED, f"--random-seed {seed}: must lie between 0 and 2^63 - 1")
 

@@ -159,6 +159,14 @@ class EngineConfig:
         return 0 if self.speculative is None else self.speculative.largest.num_nodes
 
     @property
+    def mixes_steps(self) -> bool:
+        """Whether running requests decode in the steps that compute prompts. Not if they speculate, and not if an image
+        has to be seen whole, which might not fit beside them."""
+        vision = self.model.vision
+        sees_whole = vision is not None and vision.sees_whole
+        return self.server_args.enable_mixed_chunk and self.speculative is None and not sees_whole
+
+    @property
     def refuses_grammars(self) -> str | None:
         """Why this server cannot constrain answers to a grammar; None: it can."""
         args = self.server_args

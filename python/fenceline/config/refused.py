@@ -238,7 +238,7 @@ _HINTS = (  # can change nothing but speed, or figures that nobody relies on
     " --performance-mode --kernel-config --enforce-piecewise-cuda-graph --piecewise-cuda-graph-compiler"
     " --max-seq-len-to-capture --cuda-graph-max-seq-len-prefill --enable-cudagraph-gc --enable-profile-cuda-graph"
     " --num-continuous-decode-steps --num-scheduler-steps --multi-step-stream-outputs --scheduler-recv-interval"
-    " --enable-mixed-chunk --enable-dynamic-chunking --prefill-decode-interval* --enable-prefill-delayer"
+    " --enable-dynamic-chunking --prefill-decode-interval* --enable-prefill-delayer"
     " --prefill-delayer-* --min-free-slots-delay --long-prefill-token-threshold --max-num-partial-prefills"
     " --max-long-partial-prefills --scheduler-delay-factor --use-v2-block-manager --disable-cascade-attn"
     " --disable-chunked-prefix-cache --disable-shared-experts-fusion --enforce-shared-experts-fusion"

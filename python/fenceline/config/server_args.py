@@ -240,6 +240,18 @@ class ServerArgs:
         "which requests decode, so a smaller size shortens pauses. -1 turns chunking off. 8192 on a GPU, 128 on a CPU "
         "unless given.",
     )
+    enable_mixed_chunk: bool = _memory(
+        False,
+        "Prompts are computed in the steps in which running requests decode, so that these do not wait for them: "
+        "--chunked-prefill-size then counts the tokens of both. Not with speculative decoding, nor for models that see "
+        "images whole.",
+    )
+    max_inter_token_ms: float | None = _memory(
+        None,
+        "With --enable-mixed-chunk: about the longest time between two tokens of a running request because of prompts, "
+        "which are computed in chunks that fit, by times measured at start; 30 to 50 suits people who read along. No "
+        "limit unless given.",
+    )
     max_prefill_tokens: int | None = _memory(
         None,
         "Most tokens that prompts admitted to one prefill batch may have in all (a single longer prompt is still "

@@ -421,6 +421,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     new_token_ratio: float
     paused: bool
     memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
+    num_mixed_steps: int = 0  # since start, in which prompts were computed while others decoded
     last_gen_throughput: float = 0.0  # tokens/s over the last log interval in which something ran
     cuda_graphs: CudaGraphState | None = None  # None without graphs
     piecewise_cuda_graphs: CudaGraphState | None = None  # prefill's; None without

@@ -1,5 +1,9 @@
 """ExtendRunner: steps with chunks of prompts, whose inputs are uploaded as a whole.
 
+Behind the chunks a step may have rows that decode. The ids of their tokens, and the slots, are derived on the device,
+as in a decode step. All tokens go through the layers together, so that weights are read once, and only attention is
+computed apart.
+
 It is the counterpart of DecodeRunner, which runs from an arena. Small steps are replayed in pieces if there are
 graphs of them (``piecewise_cuda_graph_runner``).
 """
@@ -23,7 +27,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.page_tags import Visited, When
 from fenceline.memory_order import encoded_first, write_deltas
 from fenceline.memory_order.edges import StreamName
-from fenceline.model_executor.decode_runner import Arrays, Logits, Views
+from fenceline.model_executor.decode_runner import Arrays, Logits, Views, decode_prologue
 from fenceline.model_executor.drafts import Extended
 from fenceline.model_executor.image_encoder import ImageEncoder
 from fenceline.model_executor.parts import Parts
@@ -58,6 +62,10 @@ class ExtendRunner:
             together = not parts.config.server_args.enable_deterministic_inference
             self._encoder = ImageEncoder(parts.model.vision, parts.embeddings, together)
         self._least_expanded = _least_expanded(parts.config, graphs)
+        # How many steps ago the lengths of rows that decode were uploaded: always in this step.
+        self._no_steps = torch.zeros(
+            parts.config.max_running_requests, dtype=torch.int64, device=parts.device.torch_device
+        )
 
     def arrays(self, batch: StepBatch) -> Arrays:
         """The arrays to upload before :meth:`forward`."""
@@ -74,15 +82,19 @@ class ExtendRunner:
         return arrays if self._speculative is None else arrays | self._speculative.draft.prefill_arrays(batch)
 
     def forward(self, batch: StepBatch, views: Views) -> Logits:
-        """Submit the forward: the KV of the chunks, and the logits of their ends and of the tokens that are scored, but
-        none if all of these ends embed. ``views``: the uploaded arrays of :meth:`arrays`."""
+        """Submit the forward: the KV of the chunks and of the rows that decode, and the logits of their ends and of the
+        tokens that are scored, but none if all of these ends embed. ``views``: the uploaded arrays of :meth:`arrays`.
+        """
         speculative = self._speculative
         attention = _extend_attention(batch, views, self._parts.req_pool.page_table)
         self._begin_penalties(batch, views)
         if "position_deltas" in views:
             deltas = self._parts.req_pool.position_deltas
             assert deltas is not None, "only a model whose images move positions has deltas"
-            write_deltas(self._parts.device, deltas, views["rows"], views["position_deltas"])
+            rows = views["rows"][: len(batch.chunks)]
+            write_deltas(self._parts.device, deltas, rows, views["position_deltas"])
+        if batch.num_decodes:
+            self._derive_decodes(batch.num_decodes, views)
         if not batch.loads:
             self._visit_pages(views, When.BEFORE)
         forward_batch = ForwardBatch(
@@ -91,7 +103,7 @@ class ExtendRunner:
             positions=tuple(views["axes"]) if "axes" in views else (views["positions"],),
             out_slots=views["out_slots"],
             logits_index=views["logits_index"],
-            attn=plan_extend(self._parts.attention.prefill, attention, self._least_expanded),
+            attn=self._parts.attention.plan_extend(attention, batch.num_decodes, self._least_expanded),
             kv_pool=self._parts.kv_pool,
             layer_ready=self._layer_ready(batch, views) if batch.loads else None,
             aux_hidden=None if speculative is None else speculative.make_aux(len(views["input_ids"])),
@@ -138,6 +150,28 @@ class ExtendRunner:
             extended=extended,
             embeddings=embeddings,
         )
+
+    def _derive_decodes(self, num: int, views: Views) -> None:
+        """Write the inputs of the last ``num`` tokens, each of a row that decodes."""
+        req_pool = self._parts.req_pool
+        rows, seq_lens = views["rows"][-num:], views["seq_lens"][-num:]
+        positions = views["positions"][-num:]
+        decode_prologue(
+            rows,
+            seq_lens,
+            self._no_steps[:num],
+            req_pool.page_table,
+            req_pool.last_tokens,
+            self._parts.kv_pool.page_size,
+            seq_lens,
+            positions,
+            views["out_slots"][-num:],
+            views["input_ids"][-num:],
+        )
+        if req_pool.position_deltas is not None:
+            positions.copy_(req_pool.positions(positions, rows))
+        if "axes" in views:
+            views["axes"][:, -num:] = positions
 
     def _image_rows(self, views: Views) -> ImageRows | None:
         if "image_rows" not in views:
@@ -191,7 +225,7 @@ class ExtendRunner:
         return ready_and_right
 
     def _begin_penalties(self, batch: StepBatch, views: Views) -> None:
-        for index, (row, chunk) in enumerate(zip(batch.rows.tolist(), batch.chunks, strict=True)):
+        for index, (row, chunk) in enumerate(zip(batch.rows.tolist(), batch.chunks, strict=False)):
             if chunk.history is not None:
                 prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
                 self._parts.sampler.begin_request(row, prompt, output)
@@ -208,14 +242,16 @@ def _score_prompts(batch: StepBatch, views: Views, logits: torch.Tensor, fixed_o
 
 
 def _extend_arrays(batch: StepBatch) -> Arrays:
-    """The host inputs of an extend step, except its page writes."""
+    """The host inputs of an extend step, except its page writes. Those of rows that decode are placeholders where the
+    device derives them."""
     chunks, samples = batch.chunks, batch.samples
-    starts = [0, *accumulate([len(chunk.token_ids) for chunk in chunks])]
+    starts = [0, *accumulate((batch.seq_lens - batch.starts).tolist())]
+    of_decodes = (np.zeros(batch.num_decodes, np.int64),) * (batch.num_decodes > 0)
     bounds = zip(batch.starts.tolist(), batch.seq_lens.tolist(), strict=True)
     arrays: Arrays = {
-        "input_ids": concatenated([chunk.token_ids for chunk in chunks]),
+        "input_ids": concatenated([*[chunk.token_ids for chunk in chunks], *of_decodes]),
         "positions": concatenated([np.arange(first, end, dtype=np.int64) for first, end in bounds]),
-        "out_slots": concatenated([chunk.out_slots for chunk in chunks]),
+        "out_slots": concatenated([*[chunk.out_slots for chunk in chunks], *of_decodes]),
         "rows": batch.rows,
         "seq_lens": batch.seq_lens,
         "query_starts": np.array(starts, dtype=np.int32),
@@ -230,7 +266,7 @@ def _extend_arrays(batch: StepBatch) -> Arrays:
             targets.append(_prompt_targets(chunk))
             named_rows.append(np.full(len(chunk.scored), i, dtype=np.int64))
     arrays["logits_index"] = concatenated(logits_index)
-    if embeds := [end - 1 for end, chunk in zip(starts[1:], chunks, strict=True) if chunk.embeds]:
+    if embeds := [end - 1 for end, chunk in zip(starts[1:], chunks, strict=False) if chunk.embeds]:
         arrays["embed_index"] = np.array(embeds, dtype=np.int64)
     if targets:
         arrays["prompt_targets"] = np.concatenate(targets)
@@ -249,18 +285,18 @@ def _image_arrays(batch: StepBatch, moves_positions: bool) -> Arrays:
     arrays: Arrays = {}
     chunks = batch.chunks
     if any(chunk.image_rows is not None for chunk in chunks):
-        arrays["image_rows"] = concatenated(
-            [
-                np.full(size, SINK_ROW) if one.image_rows is None else one.image_rows[:size]
-                for one, size in zip(chunks, [len(chunk.token_ids) for chunk in chunks], strict=True)
-            ]
-        )
+        of_chunks = [
+            np.full(size, SINK_ROW) if one.image_rows is None else one.image_rows[:size]
+            for one, size in zip(chunks, [len(chunk.token_ids) for chunk in chunks], strict=True)
+        ]
+        arrays["image_rows"] = concatenated([*of_chunks, np.full(batch.num_decodes, SINK_ROW)])
     if moves_positions:
         arrays["position_deltas"] = np.array([chunk.position_delta for chunk in chunks], dtype=np.int64)
     if any(chunk.axes is not None for chunk in chunks):
-        bounds = zip(batch.starts.tolist(), batch.seq_lens.tolist(), chunks, strict=True)
+        each = *chunks, *[None] * batch.num_decodes
+        bounds = zip(batch.starts.tolist(), batch.seq_lens.tolist(), each, strict=True)
         axes = [
-            np.tile(np.arange(first, end, dtype=np.int64), (3, 1)) if one.axes is None else one.axes
+            np.tile(np.arange(first, end, dtype=np.int64), (3, 1)) if one is None or one.axes is None else one.axes
             for first, end, one in bounds
         ]
         arrays["axes"] = np.concatenate(axes, axis=1)

@@ -8,7 +8,7 @@ before it sampled without the host having seen it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,13 +47,14 @@ from fenceline.model_executor.step import (
     Completions,
     ForwardResult,
     HeldStep,
+    MixedCosts,
     PageWrites,
     StepBatch,
     StepCosts,
     drain_completions,
 )
 from fenceline.model_executor.step_accesses import DECODE_STEP, EXTEND_STEP
-from fenceline.model_executor.warm_up import measure_steps, warm_up
+from fenceline.model_executor.warm_up import measure_mixed, measure_steps, warm_up
 from fenceline.models.loader import NewWeights, check_weights, replace_weights
 from fenceline.sampling.sampler import OutputLogprobs
 
@@ -105,8 +106,10 @@ class ModelRunner:
         self.hicache, self.storage = open_tiers(parts)
         self.extend = ExtendRunner(parts, self.prefill_graphs, self.speculative, self.hicache)
         accesses = parts.accesses
-        self._decode_way = self._way(DECODE_STEP, ForwardMode.DECODE, self.decode, accesses.decode)
-        self._extend_way = self._way(EXTEND_STEP, ForwardMode.EXTEND, self.extend, accesses.extend)
+        decode, extend = ForwardMode.DECODE, ForwardMode.EXTEND
+        of_extend = (extend, decode) if config.mixes_steps else (extend,)
+        self._decode_way = self._way(DECODE_STEP, (decode,), self.decode, accesses.decode)
+        self._extend_way = self._way(EXTEND_STEP, of_extend, self.extend, accesses.extend)
         device.full_stop(STARTUP_STOP)  # weights and pools were written on the default stream
         self._capture(config, show_progress)
         if device.kind == "cuda":
@@ -121,12 +124,13 @@ class ModelRunner:
     def _way(
         self,
         name: str,
-        mode: ForwardMode,
+        modes: Sequence[ForwardMode],
         runner: DecodeRunner | SpeculativeRunner | ExtendRunner,
         accesses: Callable[[Accesses, StepBatch], None],
     ) -> _Way:
-        draft_alone = self.hicache if self.parts.draft_attention.persistent(mode) else None
-        forward_alone = self.hicache if self.parts.attention.persistent(mode) else draft_alone
+        """``modes``: of the attention in its steps."""
+        draft_alone = self.hicache if any(map(self.parts.draft_attention.persistent, modes)) else None
+        forward_alone = self.hicache if any(map(self.parts.attention.persistent, modes)) else draft_alone
         return _Way(name, runner, accesses, forward_alone, None if self.speculative is None else draft_alone)
 
     @torch.inference_mode()
@@ -151,15 +155,18 @@ class ModelRunner:
             with announced("warming up with prefill steps"):
                 warm_up(self.device, config, self.launch)
 
-    def _measure_steps(self, config: EngineConfig) -> StepCosts | None:
+    def _measure_steps(self, config: EngineConfig) -> StepCosts | MixedCosts | None:
         """See ``Worker.step_costs``; those that rank 0 has measured."""
         device = self.device
-        if config.speculative is None or not config.speculative.is_adaptive or not device.keeps_time:
+        has_depths = config.speculative is not None and config.speculative.is_adaptive
+        has_limit = config.mixes_steps and config.server_args.max_inter_token_ms is not None
+        if not (has_depths or has_limit) or not device.keeps_time:
             return None
-        with announced("measuring decode steps"):
-            costs = measure_steps(config, self.launch, self.req_pool.rows, self.pages)
+        with announced("measuring steps"):
+            measure = measure_steps if has_depths else measure_mixed
+            costs: StepCosts | MixedCosts = measure(config, self.launch, self.req_pool.rows, self.pages)
         with device.forward.active():
-            agreed = StepCosts.decode(self.model.context.shard.of_first(costs.encode()))
+            agreed = type(costs).decode(self.model.context.shard.of_first(costs.encode()))
         self.decode.stats.restart()
         return agreed
 

@@ -8,9 +8,10 @@ loop learns about device and disk.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -146,12 +147,46 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedCosts:
+    """Seconds that steps take in which prompts are computed and others decode: ``seconds[i]`` if they have ``sizes[i]``
+    tokens in all, ascending, and no context; more than the last in proportion. ``per_pair`` is added for each pair of a
+    prompt's token and a token in front of its chunk, and ``per_context`` for each token of who decodes."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    per_pair: float = 0.0
+    per_context: float = 0.0
+
+    def encode(self) -> bytes:
+        """As bytes, for other ranks."""
+        return json.dumps([self.sizes, self.seconds, self.per_pair, self.per_context]).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> MixedCosts:
+        sizes, seconds, per_pair, per_context = json.loads(data)
+        return MixedCosts(tuple(sizes), tuple(seconds), per_pair, per_context)
+
+    def of(self, num_prompt: int, num_decodes: int, prefix: int, context: int) -> float:
+        """Seconds of a step of ``num_prompt`` tokens after a ``prefix``, and of requests that decode and have
+        ``context`` tokens together."""
+        num, last = num_prompt + num_decodes, self.sizes[-1]
+        seconds = self.seconds[-1] * num / last if num > last else float(np.interp(num, self.sizes, self.seconds))
+        return seconds + self.per_pair * num_prompt * prefix + self.per_context * context
+
+    def tokens_within(self, limit: float, num_decodes: int, prefix: int, context: int, most: int) -> int:
+        """The greatest number of prompt tokens, up to ``most``, with which a step takes at most ``limit`` seconds."""
+        seconds = partial(self.of, num_decodes=num_decodes, prefix=prefix, context=context)
+        return max(bisect_right(range(most + 1), limit, key=seconds) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step of B requests, each of which has a row. All columns are [B].
 
     Row i computes the tokens at positions ``starts[i]`` to ``seq_lens[i] - 1`` of the request in page-table row
     ``rows[i]``, and draws the next one if ``samples[i]``. The host gives the ids of the first ``len(chunks)`` rows, the
-    ``chunks`` of their prompts. Each row after these goes on from its last token, which only the device knows.
+    ``chunks`` of their prompts. Each row after these, the ``num_decodes`` last ones, goes on from its last token, which
+    only the device knows. A step may have rows of both kinds.
 
     ``sampling``: the parameters of the rows that sample. ``constrained``: the indices, among these, of those that
     sample under a mask. ``after``: Points of the memory that the step touches for the first time. ``loads``: transfers
@@ -214,10 +249,34 @@ class StepBatch:
             snapshots=snapshots,
         )
 
+    def beside(self, decodes: StepBatch) -> StepBatch:
+        """This step of prompts with the rows of ``decodes``, which yield one token each, behind its own."""
+        writes, others = self.page_writes, decodes.page_writes
+        return replace(
+            self,
+            rows=np.concatenate([self.rows, decodes.rows]),
+            starts=np.concatenate([self.starts, decodes.starts]),
+            seq_lens=np.concatenate([self.seq_lens, decodes.seq_lens]),
+            samples=np.concatenate([self.samples, decodes.samples]),
+            sampling=self.sampling + decodes.sampling,
+            page_writes=PageWrites(
+                rows=np.concatenate([writes.rows, others.rows]),
+                columns=np.concatenate([writes.columns, others.columns]),
+                pages=np.concatenate([writes.pages, others.pages]),
+            ),
+            after=self.after.join(decodes.after),
+            constrained=np.concatenate([self.constrained, decodes.constrained + len(self.sampling)]),
+        )
+
     @property
     def is_decode(self) -> bool:
         """Whether the host gives no ids, so that the step runs from the arena of decode steps and their graphs."""
         return not self.chunks
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that go on from their last token."""
+        return len(self.rows) - len(self.chunks)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -398,7 +457,7 @@ class Worker(Protocol):
         ...
 
     @property
-    def step_costs(self) -> StepCosts | None: ...  # None unless the depth of steps may change
+    def step_costs(self) -> StepCosts | MixedCosts | None: ...  # None unless decisions depend on them
 
     @property
     def hicache(self) -> Transfers | None: ...  # what moves pages to the host tier and back, None without one

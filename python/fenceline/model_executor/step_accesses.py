@@ -31,15 +31,21 @@ class StepAccesses:
         self.pages = PagedMemory("kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD)
 
     def extend(self, op: Accesses, batch: StepBatch) -> None:
-        """A prefill step: writes the pages of its chunks, reads all pages up to them."""
+        """A prefill step: writes the pages of its chunks, and of the tokens that are decoded beside them, and reads all
+        pages up to these."""
+        num, size = len(batch.chunks), self._page_size
         self._write_table(op, batch)
         op.read(self.page_table, batch.rows)
         slots = np.concatenate([chunk.out_slots for chunk in batch.chunks])
-        op.write(self.pages, slots // self._page_size)
+        op.write(self.pages, slots // size)
+        if batch.num_decodes:
+            op.write(self.pages, self.pages.last_pages_of(batch.rows[num:], batch.seq_lens[num:]))
         op.read_pages(self.pages, batch.rows, batch.seq_lens)
         op.write(self.last_tokens, batch.rows[batch.samples])
         if self.position_deltas is not None:
-            op.write(self.position_deltas, batch.rows)
+            op.write(self.position_deltas, batch.rows[:num])
+            if batch.num_decodes:
+                op.read(self.position_deltas, batch.rows[num:])
         if self.embeddings is not None:
             for encode in batch.encodes:
                 op.write(self.embeddings, encode.rows)

@@ -5,7 +5,8 @@ These steps use only the sink: row 0, whose pages are page 0, and slot 0. Of a m
 compute a small image and the largest ones, into rows that no image has yet.
 
 If the depth of drafts may vary, the decode steps of each depth are also timed. For this, requests with rows and pages
-of their own are used, because all tokens in the sink are the same and are not sent to any experts.
+of their own are used, because all tokens in the sink are the same and are not sent to any experts. Steps of prompts
+beside which others decode are timed if there is a limit on what these wait.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fenceline.model_executor.step import (
     Encode,
     ForwardResult,
     HeldStep,
+    MixedCosts,
     PageWrites,
     StepBatch,
     StepCosts,
@@ -66,6 +68,10 @@ _TOP_LOGPROBS = 5
 # counts, because other work on the machine can only add to it. And the largest size that is timed without graphs.
 _MEASURED_STEPS, _MEASURED_ROUNDS = 4, 3
 _MOST_MEASURED = 32
+
+# The same of steps with prompts, by tokens. And who decodes beside them when that is timed: so many, and so long.
+_MIXED_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_MIXED_DECODES, _MIXED_CONTEXT, _MIXED_PREFIX = 32, 2048, 4096
 
 Launch = Callable[[StepBatch], ForwardResult | HeldStep]
 
@@ -116,8 +122,45 @@ def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     return costs
 
 
+def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: LeasePool) -> MixedCosts:
+    """Measure the time in seconds of steps with prompts, in the sink, of random tokens; what is added by a prefix; and
+    what by the contexts of those that decode, for which memory is leased as in :func:`measure_steps`."""
+    begin, longest = time.perf_counter(), config.model.context_length - 1
+    most = config.chunked_prefill_size or config.max_prefill_tokens
+    sizes = [size for size in _MIXED_TOKENS if size < min(most, longest)] + [min(most, longest, _MIXED_TOKENS[-1])]
+
+    def seconds(batch: StepBatch) -> tuple[float, Point]:
+        rounds = [_measure(launch, (), batch) for _ in range(_MEASURED_ROUNDS)]
+        return min(one for one, _ in rounds), rounds[-1][1]
+
+    def prompt(size: int, prefix: int = 0) -> StepBatch:
+        return _extend_batch((size,), prefix, config.model.vocab_size)
+
+    alone = np.minimum.accumulate([seconds(prompt(size))[0] for size in sizes][::-1])[::-1].tolist()
+    prefix = min(_MIXED_PREFIX, longest - sizes[-1])
+    per_pair = (seconds(prompt(sizes[-1], prefix))[0] - alone[-1]) / (sizes[-1] * prefix) if prefix else 0.0
+    num, length = min(_MIXED_DECODES, config.max_running_requests), min(_MIXED_CONTEXT, longest)
+    reqs = _MeasuredRequests(rows, pages, config.server_args.page_size, length, num, config.model.context_length)
+    for first in reqs.prompts(config):
+        _launched(launch, first).wait()
+    beside = reqs.decode_batch(0, num, StepShape())
+    short = replace(beside, rows=np.zeros_like(beside.rows), seq_lens=np.ones_like(beside.seq_lens))
+    without, _ = seconds(prompt(sizes[0]).beside(short))
+    with_context, done = seconds(prompt(sizes[0]).beside(beside))
+    reqs.release(done)
+    per_context = (with_context - without) / (num * length)
+    costs = MixedCosts(tuple(sizes), tuple(alone), max(per_pair, 0.0), max(per_context, 0.0))
+    logger.info(
+        "Measured steps of %s prompt tokens in %.1f s, ms: %s; after a prefix of %d: %.2f more; beside %d that decode,"
+        " of %d tokens: %.2f more",
+        " ".join(map(str, sizes)), time.perf_counter() - begin, " ".join(f"{1e3 * one:.2f}" for one in alone),
+        prefix, 1e3 * costs.per_pair * sizes[-1] * prefix, num, length, 1e3 * costs.per_context * num * length,
+    )  # fmt: skip
+    return costs
+
+
 def _measure(launch: Launch, prompts: Sequence[StepBatch], batch: StepBatch) -> tuple[float, Point]:
-    """Compute ``prompts``, then time decode steps of ``batch``. As when serving, each step's results are awaited while
+    """Compute ``prompts``, then time steps of ``batch``. As when serving, each step's results are awaited while
     the next step runs. Returns the mean seconds of a step, and the Point that ends the last one."""
     for prompt in prompts:
         _launched(launch, prompt).wait()
@@ -213,6 +256,12 @@ def _extend_batches(config: EngineConfig) -> Iterator[StepBatch]:
     for lens, prefix in (*batches, *_BATCHES):
         if sum(lens) <= most and max(lens) + prefix <= longest and len(lens) <= config.max_running_requests:
             yield _extend_batch(lens, prefix)
+    if config.mixes_steps:
+        for num in _SAMPLED_ROWS:  # in the sink too
+            if num <= config.max_running_requests:
+                one = _extend_batch((1,) * num, min(longest - 1, 100))
+                decodes = replace(one, chunks=())
+                yield from (_extend_batch((size,), 0).beside(decodes) for size in (1, min(most, 300, longest)))
     if config.model.vision is not None:
         for encodes in _warm_up_images(config.model.vision, config.num_embedding_rows, most):
             yield replace(_extend_batch((1,), 0), encodes=encodes)
@@ -235,11 +284,12 @@ def _black_image(vision: VisionConfig, side: int, row: int) -> Encode:
     return Encode(image, np.arange(row, row + image.num_tokens))
 
 
-def _extend_batch(lens: Sequence[int], prefix_len: int) -> StepBatch:
-    in_sink = [np.zeros(num_tokens, dtype=np.int64) for num_tokens in lens]
+def _extend_batch(lens: Sequence[int], prefix_len: int, vocab_size: int = 1) -> StepBatch:
+    """Prompts in the sink, of random tokens below ``vocab_size``."""
+    in_sink, random = [np.zeros(num_tokens, dtype=np.int64) for num_tokens in lens], np.random.default_rng(0)
     greedy = _req_sampling({"temperature": 0.0}, prefix_len)
     none, num = PageWrites.none(), len(lens)
-    chunks = [*map(Chunk, in_sink, in_sink)]
+    chunks = [*map(Chunk, [random.integers(vocab_size, size=num_tokens) for num_tokens in lens], in_sink)]
     return StepBatch.of_chunks([0] * num, [prefix_len] * num, chunks, [greedy] * num, none, Points.none())
 
 

@@ -305,7 +305,8 @@ def live_steps(recorder: FlightRecorder, num_steps: int) -> bytes:
 
     Each step has
 
-    * ``mode`` (extend or decode), ``reqs`` (the number of requests) and ``tokens`` (the number of tokens computed);
+    * ``mode`` (extend or decode), ``reqs`` (the number of requests) and ``tokens`` (the number of tokens computed, of
+      requests that decode one each);
     * ``done``: the serial of the Point that ends the step, by which it is identified;
     * ``in_flight``: how many earlier steps were not published yet when it was launched;
     * ``published``: whether its own results have been published;
@@ -322,7 +323,7 @@ def _step(step: StepRecord) -> dict[str, object]:
     return {
         "mode": "decode" if batch.is_decode else "extend",
         "reqs": len(step.rids),
-        "tokens": len(step.rids) if batch.is_decode else batch.num_prompt_tokens,
+        "tokens": batch.num_prompt_tokens + batch.num_decodes,
         "done": step.done,
         "in_flight": step.in_flight,
         "published": bool(step.tokens),

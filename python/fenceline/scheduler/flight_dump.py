@@ -225,11 +225,14 @@ def _step(step: StepRecord, tables: _Tables) -> dict[str, object]:
         return {**record, "mode": "decode", **told}
     sampled = iter(batch.sampling)
     samplings = [tables.sampling(next(sampled)) if samples else None for samples in batch.samples.tolist()]
-    columns = zip(step.rids, batch.rows.tolist(), batch.starts.tolist(), samplings, batch.chunks, strict=True)
+    chunks = *batch.chunks, *[None] * batch.num_decodes
+    columns = zip(step.rids, batch.rows.tolist(), batch.starts.tolist(), samplings, chunks, strict=True)
     return {**record, "mode": "extend", "seqs": [_seq(*facts) for facts in columns]}
 
 
-def _seq(rid: str, row: int, start: int, sampling: int | None, chunk: Chunk) -> dict[str, object]:
+def _seq(rid: str, row: int, start: int, sampling: int | None, chunk: Chunk | None) -> dict[str, object]:
+    if chunk is None:  # it decodes: its token and its slot are known on the device only
+        return {"rid": rid, "row": row, "prefix_len": start, "num_tokens": 1, "out_slots": (), "sampling": sampling}
     known = len(chunk.token_ids) == 0 or int(chunk.token_ids[0]) != REDACTED
     history = None
     if chunk.history is not None:

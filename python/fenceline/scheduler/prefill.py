@@ -39,6 +39,7 @@ class _Budget:
 
 @dataclass(slots=True)
 class _Plan:
+    most_tokens: int  # of the step
     reqs: list[Req] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     page_rows: list[I64] = field(default_factory=list)
@@ -131,20 +132,21 @@ class PrefillPlanner:
         chunked: Req | None,
         state: AdmissionState,
         num_waiting: Callable[[], int],
+        most_tokens: int,
     ) -> PrefillPlan | None:
-        """The next extend step, or None if nothing fits. ``waiting`` makes a new iterator at each call. Requests that
-        are admitted get a row, and are counted in ``state``. ``chunked`` is the request whose prompt an earlier step
-        left half-way. If it would take more than half of the step, waiting prompts that fit whole into the other half
-        come first: they do not wait for the long prompts before them. Otherwise, and always
+        """The next extend step of at most ``most_tokens``, or None if nothing fits. ``waiting`` makes a new iterator at
+        each call. Requests that are admitted get a row, and are counted in ``state``. ``chunked`` is the request whose
+        prompt an earlier step left half-way. If it would take more than half of the step, waiting prompts that fit
+        whole into the other half come first: they do not wait for the long prompts before them. Otherwise, and always
         if prompts are not split, it comes first itself. ``num_waiting`` counts the tokens of all waiting prompts; it is
         called only if a second prompt might join the step."""
-        plan = _Plan()
-        work = 0.0 if self._prefix_work is None else self._prefix_work.of_step(self.step_tokens)
-        budget = _Budget(self.step_tokens, work, MAX_SCORED_TOKENS, self._max_reqs or self._memory.rows.size)
+        plan = _Plan(most_tokens)
+        work = 0.0 if self._prefix_work is None else self._prefix_work.of_step(most_tokens)
+        budget = _Budget(most_tokens, work, MAX_SCORED_TOKENS, self._max_reqs or self._memory.rows.size)
         if chunked is not None:
             # If prompts are not split, one is half-way because of its images only, and goes on as a whole.
             is_split = self._chunk_size is not None
-            if is_split and chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
+            if is_split and chunked.num_tokens - chunked.allocated_len > most_tokens - most_tokens // 2:
                 self._admit_waiting(plan, waiting(), chunked, state, budget, num_waiting)
             is_shared = bool(plan.reqs)
             self._add_chunk(plan, chunked, budget)
@@ -187,7 +189,7 @@ class PrefillPlanner:
     def _check(self, plan: _Plan, batch: StepBatch, budget: _Budget) -> None:
         """Assert what every step keeps to, whatever was admitted: its limits, and that each of its requests, none
         twice, holds the pages of its whole prompt and computes the next part of it."""
-        reqs, num_tokens, step_tokens = plan.reqs, batch.num_prompt_tokens, self.step_tokens
+        reqs, num_tokens, step_tokens = plan.reqs, batch.num_prompt_tokens, plan.most_tokens
         assert num_tokens == plan.num_step_tokens == step_tokens - budget.step_tokens, "every token counts once"
         assert num_tokens <= step_tokens or (self._chunk_size is None and len(reqs) == 1), (
             f"{num_tokens} tokens in a step of at most {step_tokens}"
@@ -218,7 +220,7 @@ class PrefillPlanner:
         kept = _Budget(0, 0.0, 0, 0)  # for ``chunked``
         if chunked is not None:
             num_scored = budget.scored_tokens - budget.scored_tokens // 2 if chunked.scores_prompt else 0
-            kept = _Budget(self.step_tokens - self.step_tokens // 2, budget.work / 2, num_scored, 1)
+            kept = _Budget(plan.most_tokens - plan.most_tokens // 2, budget.work / 2, num_scored, 1)
         best_passed = None if chunked is None else chunked.rank
         state.is_passing = False
         num_waiting_tokens: int | None = None

@@ -8,12 +8,14 @@ import numpy as np
 
 from fenceline.constrained.matcher import RequestGrammar
 from fenceline.ipc.io_struct import BatchTokenOut, FinishReason, TokenizedGenerateReq, TokenLogprobs, TokenOut
-from fenceline.model_executor.step import LogprobValues, StepBatch, StepOutput
+from fenceline.model_executor.step import Chunk, LogprobValues, StepBatch, StepOutput
 from fenceline.scheduler.masked_steps import TOO_SLOW, MaskedSteps
 from fenceline.scheduler.population import InFlight, Population
 from fenceline.scheduler.req import LogprobLog, Req
 from fenceline.scheduler.stats import SchedulerStats
 from fenceline.scheduler.step_planner import StepPlanner
+
+_DECODED = Chunk(np.zeros(0, np.int64), np.zeros(0, np.int64))  # in the place of the chunks of rows that decode
 
 
 class Publisher:
@@ -111,12 +113,14 @@ class Publisher:
             self._population.joining += self._running.settle(reqs, number)
 
     def publish_extend(self, batch: StepBatch, reqs: Sequence[Req], out: StepOutput) -> list[Req]:
-        """Append the first tokens of completed prompts and log prompt logprobs. Returns these requests."""
+        """Append the first tokens of completed prompts, log prompt logprobs, and append the next tokens of those that
+        decode beside them. Returns the requests with completed prompts."""
         completed: list[Req] = []
         tokens = out.tokens.tolist()
         counts = iter(out.token_counts(len(batch.sampling)))
         num_tokens = num_scored = num_embedded = 0
-        columns = (batch.chunks, batch.starts.tolist(), batch.seq_lens.tolist(), batch.samples.tolist())
+        chunks = *batch.chunks, *[_DECODED] * batch.num_decodes
+        columns = (chunks, batch.starts.tolist(), batch.seq_lens.tolist(), batch.samples.tolist())
         for req, chunk, start, length, samples in zip(reqs, *columns, strict=True):
             scored, num_scored = num_scored, num_scored + len(chunk.scored)
             sampled, num_tokens = num_tokens, num_tokens + (next(counts) if samples else 0)
@@ -133,7 +137,8 @@ class Publisher:
                 _log_prompt(req, targets, out.prompt_logprobs, scored)
             if samples:
                 self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
-                completed.append(req)
+                if chunk is not _DECODED:
+                    completed.append(req)
         return completed
 
     def publish_tokens(

@@ -26,9 +26,9 @@ class RunningBatch:
     """Requests whose prompts are computed (or in flight), in the order in which they were added.
 
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
-    its pages hold), ``final_lens`` (the length after its last step). ``composition``
-    changes with membership and with nothing else. A step yields at most as many tokens per request as its ``StepShape``
-    says, and writes its spare slots as well. If the ``largest`` shape yields one token, lengths are exact.
+    its pages hold), ``final_lens`` (the length after its last step). ``composition`` changes with membership, and after
+    a step beside prompts. A step yields at most as many tokens per request as its ``StepShape`` says, and writes its
+    spare slots as well. If the ``largest`` shape yields one token, lengths are exact.
     ``num_rewritten`` is the number of the last committed tokens whose KV a step computes again.
 
     Most steps of one token per request only add one to every length. How many such plain steps follow is computed once,
@@ -202,6 +202,12 @@ class RunningBatch:
             may_accept=self._may_accept,
             depth=choice,
         )
+
+    def left_arena(self) -> None:
+        """The step that has just been scheduled runs beside prompts. So the device does not advance rows and lengths of
+        decode steps, and the next one uploads them."""
+        self.composition += 1
+        self._num_advanced = 0
 
     def _grow(self, lens: I64, num_available_pages: int, grow: Grow) -> tuple[PageWrites, Points]:
         short = np.flatnonzero(lens > self._capacity)

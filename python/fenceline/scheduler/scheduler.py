@@ -41,7 +41,6 @@ from fenceline.scheduler.intake import Intake
 from fenceline.scheduler.kv_event_publisher import KVEventPublisher
 from fenceline.scheduler.masked_steps import MaskedSteps
 from fenceline.scheduler.population import InFlight, Population
-from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.publishing import Publisher
 from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.req import Req
@@ -277,32 +276,22 @@ class Scheduler:
     # --- launch --------------------------------------------------------------------------------------
 
     def launch_next(self) -> InFlight | None:
-        """Submit the next step: of prompts, or a decode step of every running request."""
+        """Submit the next step. Requests whose prompt it completes decode from the one after it on."""
         self.population.join()
-        if self.control.paused:
+        plan = None if self.control.paused else self.planner.plan()
+        if plan is None:
             return None
-        plan = self.planner.plan_prefill()
-        if plan is not None:
-            return self.launch_prefill(plan)
-        batch = self.planner.plan_decode() if len(self.running) else None
-        return None if batch is None else self.launch_decode(batch)
-
-    def launch_prefill(self, plan: PrefillPlan) -> InFlight:
-        """Submit a prefill step. Requests whose prompt it completes decode from the next step on."""
-        self.population.joining = [
-            req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
-        ]
-        flight = self.launch(plan.batch, plan.reqs)
-        # After the launch, so that the log line does not delay the device.
-        self.stats.prefill(plan, len(self.running), self.waiting.num_reqs)
-        return flight
-
-    def launch_decode(self, batch: StepBatch) -> InFlight:
-        """Submit a decode step of all running requests."""
-        running, depth = self.running, batch.depth.depth
-        if self.stats.decode(depth):
+        running, prefill, depth = self.running, plan.prefill, plan.batch.depth.depth
+        if plan.batch.num_decodes and self.stats.decode(depth):
             self.stats.log_decode(running.num_tokens, len(running), self.waiting.num_reqs, depth)
-        return self.launch(batch, list(running.reqs))
+        if prefill is not None:
+            self.population.joining = [
+                req for req in prefill.reqs if req is not prefill.chunked and req.allocated_len < req.final_len
+            ]
+        flight = self.launch(plan.batch, plan.reqs)
+        if prefill is not None:  # after the launch, so that the log line does not delay the device
+            self.stats.prefill(prefill, plan.batch.num_decodes, len(running), self.waiting.num_reqs)
+        return flight
 
     def launch(self, batch: StepBatch, reqs: Sequence[Req]) -> InFlight:
         """Hand a batch to the worker and note it as the last step of its requests."""

@@ -43,6 +43,7 @@ class SchedulerStats:
         self.num_verified = 0  # decode steps, counted for each request, if the engine speculates
         self.num_accepted = 0  # draft tokens that were accepted in them
         self.num_bad_drafts = 0
+        self.num_mixed_steps = 0  # with prompts and rows that decode
         self._speculates = worker.max_step_tokens > 1
         self.num_steps_by_depth: Counter[int] = Counter()  # decode steps by the depth of their draft
         self.num_retractions = 0
@@ -93,7 +94,9 @@ class SchedulerStats:
                     "Unusable drafts for request %s: logits are not finite, or token ids are out of range", req.rid
                 )
 
-    def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
+    def prefill(self, plan: PrefillPlan, num_decodes: int, num_running: int, num_queued: int) -> None:
+        """A step with prompts was launched, beside which ``num_decodes`` requests decode."""
+        self.num_mixed_steps += num_decodes > 0
         self.num_cached_tokens += plan.num_cached_tokens
         self.num_computed_prompt_tokens += plan.num_new_tokens
         now = time.perf_counter()
@@ -185,6 +188,7 @@ class SchedulerStats:
             gen_throughput=self._throughput if num_running else 0.0,
             last_gen_throughput=self._throughput,
             num_retractions=self.num_retractions,
+            num_mixed_steps=self.num_mixed_steps,
             num_aborts=self.num_aborts,
             num_generated_tokens=self.num_generated_tokens,
             num_prompt_tokens=self.num_prompt_tokens,

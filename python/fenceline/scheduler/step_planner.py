@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig, launch_tokens
-from fenceline.model_executor.step import DepthChoice, StepBatch, StepCosts
+from fenceline.model_executor.step import DepthChoice, MixedCosts, StepBatch, StepCosts
 from fenceline.scheduler.admission import CLIP_NEW_TOKENS, AdmissionState, loses_least, preempted
 from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth
 from fenceline.scheduler.population import Population
@@ -27,9 +28,22 @@ from fenceline.scheduler.schedule_policy import (
 )
 from fenceline.scheduler.stats import SchedulerStats
 
+# However long the steps of those that decode already take, prompts go on by so many tokens.
+_LEAST_PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step: its batch, its requests in the same order, and the plan of its prompts, None if it has none."""
+
+    batch: StepBatch
+    reqs: Sequence[Req]
+    prefill: PrefillPlan | None = None
+
 
 class StepPlanner:
-    """Plans the steps of ``population``: prompts before decode steps, as far as ``max_in_row`` allows."""
+    """Plans the steps of ``population``: prompts before decode steps, as far as ``max_in_row`` allows, or both in one
+    step (``EngineConfig.mixes_steps``)."""
 
     def __init__(
         self,
@@ -37,9 +51,10 @@ class StepPlanner:
         population: Population,
         stats: SchedulerStats,
         shapes: dict[int, StepShape],
-        step_costs: StepCosts | None,
+        step_costs: StepCosts | MixedCosts | None,
     ) -> None:
-        """``shapes``: of decode steps, by depth. Their depth is always the greatest if there are no ``step_costs``."""
+        """``shapes``: of decode steps, by depth. ``step_costs``: see ``Worker``; without, their depth is always the
+        greatest, and prompts beside which others decode are not limited by time."""
         self.population = population
         self.memory = population.memory
         self.running = population.running
@@ -59,9 +74,12 @@ class StepPlanner:
         self.shapes = shapes
         self._greatest_depth = DepthChoice(max(shapes))
         self.draft_depth: DraftDepth | None = None
-        if step_costs is not None:
+        if isinstance(step_costs, StepCosts):
             self.draft_depth = AdaptiveDepth(tuple(shapes), step_costs)
         self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
+        self._mixes = config.mixes_steps
+        self._mixed_costs = step_costs if isinstance(step_costs, MixedCosts) else None
+        self._most_seconds = (config.server_args.max_inter_token_ms or 0) / 1e3
         # Between two decode steps at most this many prompt tokens are computed.
         self.max_in_row = max_prefills_in_row(config.device) * self.prefill.step_tokens
         # Tokens of prefill since the last decode step; short steps count for more, see plan_prefill.
@@ -72,23 +90,40 @@ class StepPlanner:
         self.shuffler = Random(config.random_seed)
         self._stats = stats
 
-    def plan_prefill(self) -> PrefillPlan | None:
-        """Choose among the chunked request and the waiting ones. None: there is none, or a decode step comes first."""
-        if self.population.chunked is None and not self.waiting.num_reqs:
-            return None
-        population, threshold = self.population, self._threshold
-        if population.chunked is None and threshold is None and not self.memory.rows.num_free:
-            return None
-        step_tokens = self.prefill.step_tokens
+    def plan(self) -> StepPlan | None:
+        """The next step. None: there is nothing to compute, or no memory for it yet."""
+        decode = prefill = None
+        if self.may_prefill():
+            if self._threshold is not None and self.population.chunked is None:
+                self.preempt(self._threshold)
+            if self._mixes:  # before prompts are admitted, which would take memory that running requests need now
+                decode = self.plan_decode()
+            prefill = self.plan_prefill(0 if decode is None else len(decode.rows))
+        if prefill is None:
+            decode = self.plan_decode() if decode is None else decode
+            return None if decode is None else StepPlan(decode, list(self.running.reqs))
+        if decode is None:
+            return StepPlan(prefill.batch, prefill.reqs, prefill)
+        self.running.left_arena()
+        return StepPlan(prefill.batch.beside(decode), [*prefill.reqs, *self.running.reqs], prefill)
+
+    def may_prefill(self) -> bool:
+        """Whether some prompt waits for a step, and no decode step has to come first."""
+        has_row = self._threshold is not None or self.memory.rows.num_free > 0
+        if self.population.chunked is None and not (self.waiting.num_reqs and has_row):
+            return False
         if not len(self.running):
             self._in_row = 0  # no running request waits for a decode step
-        elif self._in_row + step_tokens > self.max_in_row:
-            return None
-        if threshold is not None and population.chunked is None:
-            self.preempt(threshold)
-        chunked = population.chunked
+            return True
+        return self._mixes or self._in_row + self.prefill.step_tokens <= self.max_in_row
+
+    def plan_prefill(self, num_decodes: int) -> PrefillPlan | None:
+        """The prompts of a step that ``num_decodes`` running requests share: of the chunked request and the waiting
+        ones. None: none of them fits."""
+        population, chunked, step_tokens = self.population, self.population.chunked, self.prefill.step_tokens
+        most = self.most_prompt_tokens(num_decodes)
         queue = partial(num_waiting_tokens, self.waiting, self.waiting.num_reqs)
-        plan = self.prefill.plan(self.candidates, chunked, self.admission_state(), queue)
+        plan = self.prefill.plan(self.candidates, chunked, self.admission_state(), queue, most)
         if plan is not None:
             for req in plan.reqs:
                 if req is not chunked:
@@ -101,6 +136,17 @@ class StepPlanner:
             least = (self.max_in_row if is_last else step_tokens) // 4
             self._in_row += max(plan.num_new_tokens, least)
         return plan
+
+    def most_prompt_tokens(self, num_decodes: int) -> int:
+        """Of a step that ``num_decodes`` requests share: prompts always go on, but the step has no more tokens than
+        without them, and takes no longer than --max-inter-token-ms."""
+        most = max(self.prefill.step_tokens - num_decodes, self.prefill.step_tokens // 4, 1)
+        costs, chunked = self._mixed_costs, self.population.chunked
+        if costs is None or not num_decodes:
+            return most
+        prefix = 0 if chunked is None else chunked.allocated_len
+        fitting = costs.tokens_within(self._most_seconds, num_decodes, prefix, self.running.num_tokens, most)
+        return max(fitting, min(most, _LEAST_PROMPT_TOKENS))
 
     def candidates(self) -> Iterator[Req]:
         """The waiting requests that may be admitted now, in the order of the policy."""
@@ -130,9 +176,11 @@ class StepPlanner:
             self._stats.preempted([victim.rid for victim in victims])
 
     def plan_decode(self) -> StepBatch | None:
-        """A decode step of all running requests. Returns None if there is no memory for it yet because requests that
-        are about to end still hold it."""
+        """A decode step of all running requests. Returns None if there are none, or no memory for it yet because
+        requests that are about to end still hold it."""
         running, choice = self.running, self._greatest_depth
+        if not len(running):
+            return None
         if self.draft_depth is not None:
             choice = self.draft_depth.choose(len(running), running.num_drafting, self.deepest_with_room())
         shape = self.shapes[choice.depth]

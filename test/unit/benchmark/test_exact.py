@@ -130,9 +130,10 @@ def test_every_configuration_is_one_that_the_server_takes(tmp_path: Path) -> Non
     for name, flags in configurations(1000, 2048, True, str(tmp_path)).items():
         config = resolve(parse_args(["--model-path", "demo", "--device", "cpu", *flags]))
         storage = config.hicache and config.hicache.storage
-        assert bool(storage) == (name in ("kernel_files", "direct_files", "everything")), name
+        assert bool(storage) == (name in ("kernel_files", "direct_files", "mixed", "everything")), name
         assert storage is None or storage.prefetch_threshold < 1000, "longer prefixes are looked for in files"
         assert bool(config.speculative) == (name in ("eagle3_chain", "eagle3_tree", "nextn", "everything")), name
+        assert config.mixes_steps == (name == "mixed"), name
 
 
 def line(**fields: object) -> dict[str, Any]:

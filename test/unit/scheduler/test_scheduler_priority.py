@@ -309,14 +309,23 @@ def test_any_priorities(
     else:
         driver = make_driver(num_pages=24, page_size=4, num_rows=4, **flags)  # type: ignore[arg-type]
     scheduler = driver.scheduler
-    plan_prefill = scheduler.planner.plan_prefill
+    plan_prefill, preempt = scheduler.planner.plan_prefill, scheduler.planner.preempt
+    preempted = False
 
-    def checked_plan() -> PrefillPlan | None:
+    def noted_preempt(threshold: int) -> None:
+        nonlocal preempted
         before = scheduler.stats.num_retractions
-        plan = plan_prefill()
-        assert plan is not None or scheduler.stats.num_retractions == before, "retracted for nobody"
+        preempt(threshold)
+        preempted = scheduler.stats.num_retractions > before
+
+    def checked_plan(num_decodes: int) -> PrefillPlan | None:
+        nonlocal preempted
+        plan = plan_prefill(num_decodes)
+        assert plan is not None or not preempted, "retracted for nobody"
+        preempted = False
         return plan
 
+    scheduler.planner.preempt = noted_preempt  # type: ignore[method-assign]
     scheduler.planner.plan_prefill = checked_plan  # type: ignore[method-assign]
     for now in range(40):
         driver.send(*(message for when, message in messages if when == now))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
+from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules, plan_extend, plan_mixed
 from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
 from fenceline.layers.attention.fixed_order import FixedOrderAttentionBackend
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
@@ -57,6 +57,7 @@ class BackendsByKind(AttentionBackend):
     def __init__(self, parts: Sequence[tuple[Sequence[int], AttentionBackend]]) -> None:
         """``parts``: each backend with the layers in which it attends, as indices in the pool."""
         self.backends = tuple(backend for _, backend in parts)
+        self.one_plan = any(backend.one_plan for backend in self.backends)
         self._index = {layer: index for index, (layers, _) in enumerate(parts) for layer in layers}
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
@@ -97,6 +98,7 @@ class _WholeImages(AttentionBackend):
 
     def __init__(self, usual: AttentionBackend, torch_backend: AttentionBackend) -> None:
         self._usual, self._torch = usual, torch_backend
+        self.one_plan = usual.one_plan
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         return (self._torch if inputs.whole else self._usual).plan(inputs)
@@ -250,12 +252,22 @@ def register_attention_backend(name: str, factory: Callable[[AttentionSetting], 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackends:
-    """The backends for prefill and for decode; the same object if their names are equal."""
+    """The backends for prefill and for decode; the same object if their names are equal. ``apart``: in a step with
+    prompts, the rows that decode are planned and computed apart, as in decode steps, which a backend for prefill does
+    worse, above all after long contexts. Not if both are one backend that has one plan in a step, and not in layers
+    that select tokens: there each query of a prefill step is computed as in decode anyway."""
 
     prefill: AttentionBackend
     decode: AttentionBackend
     prefill_name: str
     decode_name: str
+    apart: bool = True
+
+    def plan_extend(self, inputs: AttentionInputs, num_decodes: int, least: int | None) -> AttentionPlan:
+        """The plan of an EXTEND step whose last ``num_decodes`` requests decode; ``least``: see :func:`plan_extend`."""
+        if num_decodes and self.apart:
+            return plan_mixed(self.prefill, self.decode, inputs, num_decodes, least)
+        return plan_extend(self.prefill, inputs, least)
 
     def persistent(self, mode: ForwardMode) -> bool:
         """Whether steps of that mode run persistent kernels: see ``AttentionBackend.persistent``."""
@@ -271,11 +283,13 @@ def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting
     backend = _make(prefill, setting)
     backend.begin_to_compile()  # if a flag chose it; graphs are captured meanwhile
     sees_whole = setting.sees_whole and prefill != _ANYWHERE
+    selects = any(rules.selects for rules in setting.rules.values())
     return AttentionBackends(
         prefill=_WholeImages(backend, _make(_ANYWHERE, setting)) if sees_whole else backend,
         decode=backend if decode == prefill else _make(decode, setting),
         prefill_name=prefill,
         decode_name=decode,
+        apart=not selects and (decode != prefill or not backend.one_plan),
     )
 
 

@@ -72,6 +72,9 @@ class AttentionBackend(ABC):
     """Makes plans and owns the workspace that they share. All its layers have the same window. ``rules`` in its
     constructor maps layers, by their index in the pool, to their rules; layers that are not in it have none."""
 
+    one_plan = False
+    """Whether a plan is valid only until the next one is made, so that a step cannot have two."""
+
     @abstractmethod
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare one eager batch. No host synchronisation."""
@@ -158,21 +161,10 @@ class _CutPlan(AttentionPlan):
 
     def _section(self, first: int, end: int, is_new: bool) -> PlanSection:
         """The section of the requests from ``first`` to ``end``."""
-        inputs, starts = self._inputs, self._inputs.query_starts
-        assert starts is not None, "EXTEND says where each request's queries start"
-        lens = inputs.query_lens_cpu[first:end]
-        begin = int(inputs.query_lens_cpu[:first].sum())
-        tokens, starts = slice(begin, begin + int(lens.sum())), starts[first : end + 1] - begin
+        tokens, some = _some_requests(self._inputs, first, end)
         if is_new:
-            return PlanSection(tokens, attend_new=self._backend.plan_new(lens, starts))
-        some = replace(
-            inputs,
-            rows=inputs.rows[first:end],
-            seq_lens=inputs.seq_lens[first:end],
-            seq_lens_cpu=inputs.seq_lens_cpu[first:end],
-            query_lens_cpu=lens,
-            query_starts=starts,
-        )
+            assert some.query_starts is not None, "EXTEND says where each request's queries start"
+            return PlanSection(tokens, attend_new=self._backend.plan_new(some.query_lens_cpu, some.query_starts))
         return PlanSection(tokens, plan=self._backend.plan(some))
 
     @cached_property
@@ -195,3 +187,52 @@ class _CutPlan(AttentionPlan):
         tokens: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         return self._whole.forward_selected(layer_id, q, k, v, scale, tokens)
+
+
+def plan_mixed(
+    prompts: AttentionBackend, decodes: AttentionBackend, inputs: AttentionInputs, num_decodes: int, least: int | None
+) -> AttentionPlan:
+    """The plan of an EXTEND step whose last ``num_decodes`` requests have one query: ``decodes`` attends to these as in
+    a decode step, and ``prompts`` to all others, as :func:`plan_extend` plans it."""
+    num_prompts = len(inputs.query_lens_cpu) - num_decodes
+    tokens, of_prompts = _some_requests(inputs, 0, num_prompts)
+    _, of_decodes = _some_requests(inputs, num_prompts, len(inputs.query_lens_cpu))
+    of_decodes = replace(of_decodes, mode=ForwardMode.DECODE, query_starts=None, whole=())
+    return _MixedPlan(plan_extend(prompts, of_prompts, least), decodes.plan(of_decodes), tokens.stop)
+
+
+class _MixedPlan(AttentionPlan):
+    """Two plans: that of the first ``num_tokens`` queries, and that of the others."""
+
+    def __init__(self, prompts: AttentionPlan, decodes: AttentionPlan, num_tokens: int) -> None:
+        rest = slice(num_tokens, None)
+        self._parts = (slice(num_tokens), prompts), (rest, decodes)
+        if prompts.sections:
+            self.sections = [*prompts.sections, PlanSection(rest, plan=decodes)]
+
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.forward_into(layer_id, q, k, v, scale, out)
+        return out
+
+    def forward_into(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        for tokens, plan in self._parts:
+            plan.forward_into(layer_id, q[tokens], k[tokens], v[tokens], scale, out[tokens])
+
+
+def _some_requests(inputs: AttentionInputs, first: int, end: int) -> tuple[slice, AttentionInputs]:
+    """The requests of ``inputs`` from ``first`` to ``end``, and where their queries are."""
+    lens, starts = inputs.query_lens_cpu[first:end], inputs.query_starts
+    assert starts is not None, "EXTEND says where each request's queries start"
+    begin = int(inputs.query_lens_cpu[:first].sum())
+    some = replace(
+        inputs,
+        rows=inputs.rows[first:end],
+        seq_lens=inputs.seq_lens[first:end],
+        seq_lens_cpu=inputs.seq_lens_cpu[first:end],
+        query_lens_cpu=lens,
+        query_starts=starts[first : end + 1] - begin,
+    )
+    return slice(begin, begin + int(lens.sum())), some

@@ -93,6 +93,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._indices = torch.empty(0, dtype=torch.int32, device=device.torch_device)
         self._buckets: dict[int, _Bucket] = {}
 
+    one_plan = True  # see PlanRing
+
     def is_compiled(self, mode: ForwardMode) -> bool:
         if mode is ForwardMode.EXTEND:
             return self.prefill.is_compiled and self._few_queries.is_compiled

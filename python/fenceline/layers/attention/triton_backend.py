@@ -390,9 +390,18 @@ class _DecodePlan(_Plan):
         return self.requests, self.tree
 
     def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._run(layer_id, q, scale, None)
+
+    def forward_into(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        self._run(layer_id, q, scale, out)
+
+    def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
         keys, values = (pool.row(layer_id, name) for name in rules.rows)
-        return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules)
+        how = self.workspace, self.config, self.tree, rules, out
+        return decode_attention(q, keys, values, self.requests, scale, *how)
 
 
 class _ExtendPlan(_Plan):

@@ -1,0 +1,163 @@
+"""--enable-mixed-chunk: requests decode in the steps that compute prompts, and their answers are those of before."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xgrammar
+from scheduler_driver import Driver, assert_right, make_driver, make_model_driver, make_tiered_driver, request
+
+from fenceline.constrained.compile import compile_grammar
+from fenceline.constrained.spec import GrammarSpec
+from fenceline.ipc.io_struct import AbortReq, LoadGrammarReq, TokenizedGenerateReq
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
+
+
+def watched(driver: Driver) -> list[tuple[int, int, int]]:
+    """A list that is filled from now on: of each step its prompts, the tokens of these, and the rows that decode."""
+    steps: list[tuple[int, int, int]] = []
+    launch = driver.worker.launch
+
+    def recording(batch: StepBatch) -> ForwardResult | HeldStep:
+        steps.append((len(batch.chunks), batch.num_prompt_tokens, batch.num_decodes))
+        running = len(driver.scheduler.running)
+        assert not driver.config.mixes_steps or batch.num_decodes == running, "nobody waits for a prompt"
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    return steps
+
+
+def num_mixed(steps: list[tuple[int, int, int]]) -> int:
+    return sum(prompts > 0 < decodes for prompts, _, decodes in steps)
+
+
+def in_turns(driver: Driver, reqs: list[TokenizedGenerateReq], pause: int = 2) -> None:
+    """Send the requests one after the other, a few steps apart."""
+    for req in reqs:
+        driver.send(req)
+        for _ in range(pause):
+            driver.step()
+    driver.run()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_crowd_is_answered_right(seed: int, tiered: bool) -> None:
+    """With prefixes that are shared, evicted and loaded, aborts, and retractions: whatever comes, no step computes
+    prompts without the tokens of those that decode."""
+    random = Random(seed)
+    flags: dict[str, Any] = {"chunked_prefill_size": 16, "schedule_conservativeness": 0.1, "enable_mixed_chunk": True}
+    if tiered:
+        flags["retract_policy"] = random.choice(("recompute", "offload"))
+        driver = make_tiered_driver(num_pages=28, page_size=4, num_rows=6, seed=seed, **flags)
+    else:
+        driver = make_driver(num_pages=28, page_size=4, num_rows=6, **flags)
+    steps = watched(driver)
+    stems = [[random.randrange(1, 60) for _ in range(20)] for _ in range(2)]
+    reqs, aborted = [], set()
+    for number in range(24):
+        prompt = random.choice(stems)[: random.randrange(20)] + [number + 1] * random.randint(1, 30)
+        reqs.append(request(f"r{number}", prompt, max_new_tokens=random.randint(1, 12), logprob_start_len=0))
+    for number, req in enumerate(reqs):
+        driver.send(req)
+        for _ in range(random.randrange(3)):
+            driver.step()
+        if random.random() < 0.15:
+            aborted.add(f"r{random.randrange(number + 1)}")
+            driver.send(AbortReq(rid=f"r{number}"))
+            aborted.add(req.rid)
+    driver.run()
+    assert_right(driver, *[req for req in reqs if req.rid not in aborted])
+    assert num_mixed(steps) > 10
+
+
+def test_a_step_has_the_tokens_of_the_flag_in_all() -> None:
+    """So that it fits the graphs which prompts alone have; but prompts go on, however many decode."""
+    driver = make_driver(num_pages=2400, num_rows=40, chunked_prefill_size=32, enable_mixed_chunk=True)
+    steps = watched(driver)
+    reqs = [request(f"r{i}", [i % 50 + 1] * 40, max_new_tokens=180, ignore_eos=True) for i in range(40)]
+    in_turns(driver, reqs)
+    assert_right(driver, *reqs)
+    assert max(decodes for prompts, _, decodes in steps if prompts) > 30
+    for prompts, tokens, decodes in steps:
+        assert not prompts or tokens <= max(32 - decodes, 8)
+    assert any(tokens + decodes == 32 for _, tokens, decodes in steps)
+
+
+def _grammar(driver: Driver) -> LoadGrammarReq:
+    """The grammar 1: letters a to j, which are the tokens 10 to 19."""
+    vocab_size, eos = driver.config.model.vocab_size, driver.config.model.eos_token_ids
+    pieces = [b"%c" % (97 + token - 10) if 10 <= token < 20 else b"" for token in range(vocab_size)]
+    vocabulary = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos))
+    data = compile_grammar(vocabulary, GrammarSpec("regex", "[a-j]{3}([a-j]{2})*"), None)
+    return LoadGrammarReq(id="g", grammar=1, data=data, vocabulary=vocabulary.serialize_json().encode())
+
+
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"temperature": 0.9, "frequency_penalty": 0.7, "logit_bias": {5: 3.0, 9: -4.0}},
+    {"temperature": 0.0, "min_new_tokens": 8, "stop_token_ids": tuple(range(3, 500))},
+    {"temperature": 0.9, "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 3},
+    {"temperature": 0.9, "return_logprob": True, "logprob_start_len": -1, "token_ids_logprob": [9, 2]},
+)
+
+
+def _of_all_kinds() -> list[TokenizedGenerateReq]:
+    random, reqs = Random(3), []
+    stem = [random.randrange(3, 900) for _ in range(50)]
+    for number in range(32):
+        prompt = stem[: random.choice((0, 20, 50))] + [random.randrange(3, 900) for _ in range(random.randint(1, 90))]
+        params = {"max_new_tokens": random.randint(1, 24), **_KINDS[number % len(_KINDS)]}
+        req = request(f"r{number}", prompt, number, **params)
+        reqs.append(msgspec.structs.replace(req, grammar=int(number % 5 == 1)))
+    return reqs
+
+
+def _asked(**flags: Any) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
+    """The answers to all kinds of requests, their logprobs, and the steps. They are asked twice: the second time they
+    find prefixes."""
+    driver = make_model_driver(num_rows=12, chunked_prefill_size=32, memory_check="order", **flags)
+    steps, reqs = watched(driver), _of_all_kinds()
+    driver.send(_grammar(driver))
+    in_turns(driver, reqs)
+    again = [msgspec.structs.replace(req, rid=f"{req.rid}, again") for req in reqs]
+    in_turns(driver, again, 1)
+    rids = [req.rid for req in (*reqs, *again)]
+    answers = [(driver.answers[rid].output_ids, driver.answers[rid].finish) for rid in rids]
+    prompts = [driver.first_logprobs[rid] for rid in rids if rid in driver.first_logprobs]
+    logprobs = [driver.output_logprobs.get(rid) for rid in rids]
+    told = [(one.token_ids, one.logprobs, one.top_logprobs) for one in prompts]
+    return answers, [logprobs, told], steps
+
+
+_TIERS: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 1280}
+
+
+@pytest.mark.parametrize("flags", [{}, _TIERS, {"disable_overlap_schedule": True}], ids=["plain", "tiers", "in turn"])
+def test_answers_are_those_of_steps_apart(flags: dict[str, Any]) -> None:
+    """In float32: requests of every kind, in company, and again with prefixes, on the device or from the host."""
+    apart, told, steps = _asked(**flags)
+    assert num_mixed(steps) == 0
+    mixed, told_mixed, steps = _asked(enable_mixed_chunk=True, **flags)
+    assert num_mixed(steps) > 20
+    assert mixed == apart
+    for one, other in zip(told[0], told_mixed[0], strict=True):
+        assert (one is None) == (other is None)
+        np.testing.assert_allclose(one or [], other or [], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_are_those_of_steps_apart(dtype: str) -> None:
+    """With --enable-deterministic-inference, those of logprobs too."""
+    flags = {"enable_deterministic_inference": True, "dtype": dtype}
+    apart, mixed = _asked(**flags), _asked(enable_mixed_chunk=True, **flags)
+    assert num_mixed(mixed[2]) > 20
+    assert mixed[:2] == apart[:2]
