@@ -147,10 +147,11 @@ class _Server:
     def first_model(self) -> str:
         """The name of the first model that is listed."""
         with self._ask("GET", "/v1/models", None) as response:
-            models = json.load(response).get("data")
-        if not models:
-            raise ValueError(f"{self.url}: lists no model; name one with --model")
-        return str(models[0]["id"])
+            text = response.read()
+        try:
+            return str(json.loads(text)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"{self.url}: lists no models as OpenAI's API does; name one with --model") from None
 
     def answer(self, model: str, messages: list[Message]) -> Generator[tuple[bool, str], None, None]:
         """The pieces of text, each with whether it belongs to the answer and not to the reasoning. Closing the
@@ -166,7 +167,7 @@ class _Server:
                     raise ValueError(_message(event))
                 for choice in event.get("choices", ()):
                     for name in ("reasoning_content", "content"):
-                        if piece := choice["delta"].get(name):
+                        if piece := choice.get("delta", {}).get(name):
                             yield name == "content", piece
 
     @contextlib.contextmanager

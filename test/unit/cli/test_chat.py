@@ -23,6 +23,7 @@ class Scripted(HTTPServer):
         self.keys: list[str | None] = []
         self.status = 200
         self.events: list[object] = []
+        self.models: object = {"data": [{"id": "first"}, {"id": "second"}]}
         self.says("Hello", "!")
 
     @property
@@ -40,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Scripted
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "first"}, {"id": "second"}]}))
+        self._answer(200, json.dumps(self.server.models))
 
     def do_POST(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
@@ -130,6 +131,29 @@ def test_a_message_that_fails_is_forgotten(
     assert chat(monkeypatch, server.url, types="One\nTwo\n") == 0
     assert [len(body["messages"]) for body in server.bodies[-2:]] == [1, 1]
     assert capsys.readouterr().out.count("engine dead") == 2
+
+
+def test_ctrl_c_stops_an_answer_which_is_kept_so_far(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Terminal):
+        def write(self, text: str) -> int:
+            if text == "!":
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    server.says("Hello", "!", "?", "?")
+    monkeypatch.setattr("sys.stdout", Impatient())
+    assert chat(monkeypatch, server.url, types="Hi\nGo on\n") == 0
+    assert [message["content"] for message in server.bodies[1]["messages"]] == ["Hi", "Hello!", "Go on"]
+    assert chat(monkeypatch, server.url, "-q", "Hi") == 130
+
+
+@pytest.mark.parametrize("models", [[], {"data": []}, {"data": ["x"]}, "Welcome!"])
+def test_a_server_without_models_is_a_line(
+    models: object, server: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.models = models
+    assert chat(monkeypatch, server.url, "-q", "Hi") == 1
+    assert capsys.readouterr().err.endswith("lists no models as OpenAI's API does; name one with --model\n")
 
 
 def test_a_terminal_shows_thoughts_and_obeys_no_model(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
