@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _COMMANDS = "/reset forgets the conversation, /system TEXT sets the system prompt, /exit ends"
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not steer the terminal
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # neither a model nor a server steers the terminal
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _CONNECT_S = 10.0
 
@@ -120,8 +120,11 @@ class _Chat:
             except KeyboardInterrupt:
                 if not self._is_conversation:
                     raise
-        print()
-        self._turns = [*turns, {"role": "assistant", "content": "".join(answer)}]
+            finally:
+                if answer or has_thought:
+                    print()
+        if answer:
+            self._turns = [*turns, {"role": "assistant", "content": "".join(answer)}]
 
     def _print(self, is_answer: bool, piece: str) -> None:
         """Print a piece of the answer, or of the reasoning if somebody watches."""
@@ -197,4 +200,4 @@ def _message(answer: Any) -> str:
         text = error["message"] if isinstance(error, dict) else error
     except (ValueError, AttributeError, KeyError):
         text = answer
-    return " ".join(str(text).split())[:500]
+    return _CONTROLS.sub("", " ".join(str(text).split()))[:500]

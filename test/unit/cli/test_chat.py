@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n"
         if self.server.status != 200:
-            text = json.dumps({"error": {"message": "too\nlong"}})
+            text = json.dumps({"error": {"message": "too\n\x1b[2Jlong"}})
         self._answer(self.server.status, text)
 
     def _answer(self, status: int, text: str) -> None:
@@ -124,10 +124,10 @@ def test_a_message_that_fails_is_forgotten(
 ) -> None:
     server.status = 400
     assert chat(monkeypatch, server.url, "-q", "Hi") == 1
-    assert capsys.readouterr().err == f"fenceline chat: {server.url}: 400, too long\n"
-    server.status, server.events = 200, [{"error": {"message": "engine dead"}}]
+    assert capsys.readouterr().err == f"fenceline chat: {server.url}: 400, too [2Jlong\n"
+    server.status, server.events = 200, [*server.events[:3], {"error": {"message": "engine dead"}}]
     assert chat(monkeypatch, server.url, "-q", "Hi") == 1
-    assert capsys.readouterr().err == "fenceline chat: engine dead\n"
+    assert capsys.readouterr() == ("Hello\n", "fenceline chat: engine dead\n")
     assert chat(monkeypatch, server.url, types="One\nTwo\n") == 0
     assert [len(body["messages"]) for body in server.bodies[-2:]] == [1, 1]
     assert capsys.readouterr().out.count("engine dead") == 2
