@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from captured_graphs import KeptGraphs
 from demo_requests import greedy_requests, sampled_requests
+from embedding_model import PROMPTS, embed
 from scheduler_driver import answers, make_model_driver
 
 import fenceline
@@ -47,6 +49,25 @@ def test_retraction_keeps_every_token() -> None:
     roomy = make_model_driver(device="cuda")
     assert answers(driver, sampled_requests()) == answers(roomy, sampled_requests())
     assert driver.scheduler.stats.num_retractions > 0
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"disable_cuda_graph": True}, {"chunked_prefill_size": 16}, {"page_size": 1}], ids=str
+)
+def test_embeddings_equal_the_cpu(flags: dict[str, object]) -> None:
+    reference = embed(make_model_driver(device="cpu", is_embedding=True))
+    driver = make_model_driver(device="cuda", is_embedding=True, **flags)
+    for turn in ("new", "cached"):
+        for state, right in zip(embed(driver, name=turn), reference, strict=True):
+            np.testing.assert_allclose(state, right, atol=1e-2)
+
+
+def test_embeddings_have_the_same_bits_in_company() -> None:
+    driver = make_model_driver(device="cuda", dtype="bfloat16", enable_deterministic_inference=True)
+    alone = [embed(driver, [ids], f"alone{i}")[0].tobytes() for i, ids in enumerate(PROMPTS)]
+    driver.scheduler.memory.flush()
+    driver.send(*sampled_requests())
+    assert [state.tobytes() for state in embed(driver)] == alone
 
 
 DRAFT = {

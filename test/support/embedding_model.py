@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from scheduler_driver import Driver, request
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
 F32 = npt.NDArray[np.float32]
 VOCAB, HIDDEN = 120, 64
+PROMPTS = [[5, 6, 7], [9], list(range(3, 90)), [*range(3, 60), 4, 4], [11] * 40]
 END = "<|endoftext|>"
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -78,6 +80,22 @@ def make_tokenizer(appends: bool) -> RustTokenizer:
         ends = [(END, backend.token_to_id(END))]
         backend.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=ends)
     return backend
+
+
+def embedded(driver: Driver, rid: str) -> F32:
+    """The state that a scheduler has sent for ``rid``, which has no more to say."""
+    answer = driver.answers[rid]
+    assert answer.last is not None and answer.last.decode is not None and answer.output_ids == []
+    assert answer.finish is not None and answer.finish.type == "length"
+    assert answer.last.decode.embedding is not None
+    return np.frombuffer(answer.last.decode.embedding, np.float32)
+
+
+def embed(driver: Driver, prompts: Sequence[list[int]] = PROMPTS, name: str = "e") -> list[F32]:
+    """The states of ``prompts``, sent together; their ids begin with ``name``."""
+    driver.send(*[request(f"{name}{i}", ids, embed=True, max_new_tokens=0) for i, ids in enumerate(prompts)])
+    driver.run()
+    return [embedded(driver, f"{name}{i}") for i in range(len(prompts))]
 
 
 def state_of(model: transformers.PreTrainedModel, ids: Sequence[int]) -> F32:

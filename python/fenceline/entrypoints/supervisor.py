@@ -243,10 +243,13 @@ class Supervisor:
             )  # fmt: skip
         key = "" if args.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
         logger.info("The server is fired up and ready to roll!")
+        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 12 + 30?"}]}'
+        if self._config.model.embeds:
+            path, body = "embeddings", '{"input": "What is 12 + 30?"}'
         print(
             f"\nFenceline serves {self._config.served_model_name} at http://{shown}:{port}\n"
-            f"Try it:\n  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-            f"""    -d '{{"messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'\n""",
+            f"Try it:\n  curl http://{shown}:{port}/v1/{path}{key} -H 'Content-Type: application/json' \\\n"
+            f"    -d '{body}'\n",
             flush=True,
         )
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers
-from embedding_model import F32, MODULES, embedding_of, publish, random_qwen3, save_embedder, save_reranker, state_of
+from embedding_model import (
+    MODULES,
+    PROMPTS,
+    embed,
+    embedded,
+    embedding_of,
+    publish,
+    random_qwen3,
+    save_embedder,
+    save_reranker,
+    state_of,
+)
 from scheduler_driver import Driver, make_model_driver, request
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq
-
-PROMPTS = [[5, 6, 7], [9], list(range(3, 90)), [*range(3, 60), 4, 4], [11] * 40]
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +38,6 @@ def directory(reference: transformers.PreTrainedModel, tmp_path_factory: pytest.
     path = tmp_path_factory.mktemp("embedding")
     save_embedder(reference, path)
     return path
-
-
-def ours(driver: Driver, rid: str) -> F32:
-    answer = driver.answers[rid]
-    assert answer.last is not None and answer.last.decode is not None and answer.output_ids == []
-    assert answer.last.decode.embedding is not None
-    assert answer.finish is not None and answer.finish.type == "length"
-    return np.frombuffer(answer.last.decode.embedding, np.float32)
-
-
-def embed(driver: Driver, prompts: Sequence[list[int]] = PROMPTS, name: str = "e") -> list[F32]:
-    driver.send(*[request(f"{name}{i}", ids, embed=True, max_new_tokens=0) for i, ids in enumerate(prompts)])
-    driver.run()
-    return [ours(driver, f"{name}{i}") for i in range(len(prompts))]
 
 
 FLAGS: dict[str, dict[str, object]] = {
@@ -66,6 +60,8 @@ def test_states_are_those_of_transformers(reference: transformers.PreTrainedMode
             np.testing.assert_allclose(mine, yours, atol=1e-4)
     again = [driver.answers[f"cached{i}"].last for i in range(len(PROMPTS))]
     assert again[2] is not None and again[2].cached_tokens >= 48
+    if name == "pieces":
+        assert driver.worker.prefill_graph_stats is not None and driver.worker.prefill_graph_stats.replays > 2
     if name == "hicache":
         details = [out.cached_tokens_details for out in again if out is not None]
         assert any(one is not None and one.host for one in details)
@@ -99,7 +95,7 @@ def test_bits_do_not_depend_on_company(generating: Driver) -> None:
         )
     generating.run()
     for i, state in enumerate(alone):
-        assert ours(generating, f"e{i}").tobytes() == state.tobytes()
+        assert embedded(generating, f"e{i}").tobytes() == state.tobytes()
         assert len(generating.answers[f"g{i}"].output_ids) == 30
     for i, state in enumerate(alone):
         assert embed(generating, [PROMPTS[i]], f"again{i}")[0].tobytes() == state.tobytes()
@@ -117,7 +113,7 @@ def test_a_retracted_prompt_begins_anew(generating: Driver) -> None:
     generating.run()
     last = generating.answers["long"].last
     assert last is not None and last.num_retractions == 1
-    assert ours(generating, "long").tobytes() == alone.tobytes()
+    assert embedded(generating, "long").tobytes() == alone.tobytes()
 
 
 def test_an_aborted_request_has_no_embedding(generating: Driver) -> None:
