@@ -88,6 +88,12 @@ def test_numbers_as_text_and_fewer_of_them(client: httpx.Client, reference: tran
         close(found, embedding_of(reference, ids_of(text), 7))
 
 
+def test_a_text_may_be_as_long_as_the_context(client: httpx.Client, reference: transformers.PreTrainedModel) -> None:
+    ids = [number % 90 for number in range(512)]
+    answer = client.post("/v1/embeddings", json={"input": ids}).json()
+    close(answer["data"][0]["embedding"], embedding_of(reference, ids))
+
+
 def test_clients(server: LiveServer, reference: transformers.PreTrainedModel) -> None:
     base_url = f"{server.base_url}/v1"
     wanted = [embedding_of(reference, ids_of(text)) for text in TEXTS]
@@ -126,7 +132,7 @@ BAD = [
     ({"input": {"text": "a"}}, "must be a string"),
     ({"input": ["a"] * 4097}, "at most 4096"),
     ({"input": "a" * 600}, "601 tokens"),
-    ({"input": [5] * 600}, "600 tokens"),
+    ({"input": [5] * 513}, "513 tokens"),
     ({"input": [120]}, "outside the vocabulary"),
     ({"input": [-1]}, "outside the vocabulary"),
     ({"input": "a", "dimensions": 0}, "dimensions"),

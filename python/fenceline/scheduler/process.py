@@ -129,10 +129,11 @@ class SocketOutbox:
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
     """The message with the scheduler's limits, which the front end needs."""
     num_tokens = scheduler.memory.num_pages * config.server_args.page_size
+    longest = min(config.model.context_length, num_tokens - scheduler.running.largest.num_slots + 1)
     return SchedulerReady(
         max_total_num_tokens=num_tokens,
         max_running_requests=config.max_running_requests,
-        max_req_input_len=min(config.model.context_length, num_tokens - scheduler.running.largest.num_slots + 1) - 1,
+        max_req_input_len=longest if config.model.embeds else longest - 1,  # there is room for a token of the answer
         context_length=config.model.context_length,
         memory_bytes=scheduler.worker.memory_bytes,
     )
