@@ -21,34 +21,22 @@ from fenceline_sim.errors import (
 NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
 MISNAMED = "misnamed"  # with it severed runs fail, but no report names it
 UNPROVEN = "unproven"  # no arm, or no run
+_NO_WORKLOAD = "no workload of the proof isolates it"
 
 _EDGE_WORKLOADS = {
-    "forward_after_schedule@InputRing.upload": "mixed",
-    "forward_after_schedule@PlanRing.planning": "flashinfer",
-    "forward_after_schedule@MaskTable.upload": "grammars",
-    "schedule_after_forward@InputRing.upload": "row_reuse",
-    "schedule_after_forward@PlanRing.planning": "flashinfer",
-    "schedule_after_forward@MaskTable.upload": "grammars",
-    "copy_after_forward": "prefixes",
-    "host_after_copy": "aborts",
-    "host_after_forward": "spill",
-    "staging_reuse@InputRing.upload": "staging",
-    "staging_reuse@PlanRing.planning": "flashinfer",
-    "staging_reuse@MaskTable.begin": "grammars",
-    "store_after_forward": "offload",
-    "forward_after_store@ModelRunner.launch": "spill",
-    "forward_after_store@ModelRunner.copy_state": "states",
-    "load_after_forward": "swap",
-    "forward_after_load@HiCacheController.layer_ready": "spill",
-    "forward_after_load@ModelRunner.launch": "spill",
-    "forward_after_load@ModelRunner.copy_state": "states",
-    "load_after_store": "spill",
-    "store_after_load": "overwritten",
-    "sm_exclusive:forward-store": "persistent",
-    "sm_exclusive:store-forward": "persistent",
-    "host_page_reuse:host-load": "refill",
+    "forward_after_schedule@InputRing.upload": "mixed", "forward_after_schedule@PlanRing.planning": "flashinfer",
+    "forward_after_schedule@MaskTable.upload": "grammars", "schedule_after_forward@InputRing.upload": "row_reuse",
+    "schedule_after_forward@PlanRing.planning": "flashinfer", "schedule_after_forward@MaskTable.upload": "grammars",
+    "copy_after_forward": "prefixes", "host_after_copy": "aborts", "host_after_forward": "spill",
+    "staging_reuse@InputRing.upload": "staging", "staging_reuse@PlanRing.planning": "flashinfer",
+    "staging_reuse@MaskTable.begin": "grammars", "store_after_forward": "offload",
+    "forward_after_store@ModelRunner.launch": "spill", "forward_after_store@ModelRunner.copy_state": "states",
+    "load_after_forward": "swap", "forward_after_load@HiCacheController.layer_ready": "spill",
+    "forward_after_load@ModelRunner.launch": "spill", "forward_after_load@ModelRunner.copy_state": "states",
+    "load_after_store": "spill", "store_after_load": "overwritten", "sm_exclusive:forward-store": "persistent",
+    "sm_exclusive:store-forward": "persistent", "host_page_reuse:host-load": "refill",
     "host_page_reuse:host-store": "storage",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +97,23 @@ def _covered(name: str) -> str:
 
 def _by_edge(name: str) -> Callable[[Outcome], bool]:
     edge, pair = edge_of(name), name.partition("@")[0].partition(":")[2]
+    named = _by_guard(HAPPENS_BEFORE, edge)
     if not pair:
-        return lambda outcome: outcome.checker == HAPPENS_BEFORE and edge in outcome.edges
+        return named
     waiter, source = pair.split("-")
     # The stream that should have waited is listed second.
     order = re.compile(rf"^  1\. .* on {source} \((.|\n)*^  2\. .* on {waiter}[: ]", re.MULTILINE)
-    return lambda outcome: (
-        outcome.checker == HAPPENS_BEFORE and edge in outcome.edges and bool(order.search(outcome.report))
-    )
+    return lambda outcome: named(outcome) and bool(order.search(outcome.report))
 
 
-def _by_report(pattern: str) -> Callable[[Outcome], bool]:
-    return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
+def _by_report(pattern: str, checker: str = HAPPENS_BEFORE) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == checker and bool(re.search(pattern, outcome.report))
 
 
 def _by_tags(pattern: str) -> Callable[[Outcome], bool]:
     """A slot is found to hold, or to be used for, something else than it must; or its page is somebody else's."""
-    return lambda outcome: (
-        (outcome.checker == TagError.checker and bool(re.search(pattern, outcome.report)))
-        or outcome.checker == OwnershipError.checker
-    )
+    found = _by_report(pattern, TagError.checker)
+    return lambda outcome: found(outcome) or outcome.checker == OwnershipError.checker
 
 
 def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
@@ -145,20 +130,30 @@ def _by_effect(outcome: Outcome) -> bool:
     return not outcome.clean and outcome.checker != HAPPENS_BEFORE
 
 
+def _by_name(checker: str, **workloads: str) -> Sequence[Arm]:
+    """Of guards, with their workloads, whose check names them."""
+    return [Arm(name, workload, _by_guard(checker, name)) for name, workload in workloads.items()]
+
+
 _ON_RETIRED = _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")
 _GUARD_ARMS = (
+    *_by_name(FreshnessError.checker, arena_pad="graphs", total_buckets="buckets", mask_rows="grammars"),
+    *_by_name(FreshnessError.checker, kept_hidden="speculation"),
+    *_by_name(ProtectionError.checker, plan_source="graphs"),
+    *_by_name(StaleMemoryError.checker, graph_pool="graphs"),
+    *_by_name(BoundsError.checker, sink="graphs"),
+    *_by_name(TagError.checker, encoded_first="pictures", step_images="pictures", row_delta="pictures"),
+    *_by_name(TagError.checker, ends_at_state="states", row_state="states", snapshot_after="states"),
+    *_by_name(TagError.checker, accepted_state="states", loaded_state="states"),
+    *_by_name(PeerError.checker, registered_graph="collectives"),
+    *_by_name(HAPPENS_BEFORE, one_stream="collectives", peer_halves="collectives", peer_words="collectives"),
     Arm("startup_stop", "mixed", _by_report(r"it on default ")),
     Arm("growth_stop", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")),
     Arm("own_copy", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "bursts", _by_effect),
     Arm("queued_match", "queued", lambda outcome: outcome.checker == OwnershipError.checker),
     Arm("retired_after", "spill", _ON_RETIRED),
-    Arm("arena_pad", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
     Arm("own_results", "outputs", _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy")),
-    Arm("plan_source", "graphs", _by_guard(ProtectionError.checker, "plan_source")),
-    Arm("total_buckets", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
-    Arm("graph_pool", "graphs", _by_guard(StaleMemoryError.checker, "graph_pool")),
-    Arm("sink", "graphs", _by_guard(BoundsError.checker, "sink")),
     Arm("step_slots", "speculation", _by_tags("speculative step stores ")),
     Arm("in_flight", "speculation", _by_tags("speculative step (stores|writes) ")),
     Arm("whole_page", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
@@ -169,38 +164,21 @@ _GUARD_ARMS = (
     Arm("whole_page/sparse", "sparse", _by_tags(r"^tags: kv_pool\.layer2\.index"), first=5),
     Arm("tree_slots", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
     Arm("moved_nodes", "speculation_trees", _by_tags("speculative step reads it as token ")),
-    Arm("encoded_first", "pictures", _by_guard(TagError.checker, "encoded_first")),
-    Arm("step_images", "pictures", _by_guard(TagError.checker, "step_images")),
     Arm("image_keys", "pictures", _by_tags("reads it as token|for token .* of a prefix in the tree")),
     Arm("image_names", "stored_pictures", _by_tags("storage is given it under a key|reads it as|fills it")),
-    Arm("row_delta", "pictures", _by_guard(TagError.checker, "row_delta")),
-    Arm("ends_at_state", "states", _by_guard(TagError.checker, "ends_at_state")),
-    Arm("row_state", "states", _by_guard(TagError.checker, "row_state")),
-    Arm("snapshot_after", "states", _by_guard(TagError.checker, "snapshot_after")),
     Arm("committed_state", "states", _by_guard(TagError.checker, "committed_state"), first=6),
-    Arm("accepted_state", "states", _by_guard(TagError.checker, "accepted_state")),
-    Arm("loaded_state", "states", _by_guard(TagError.checker, "loaded_state")),
     Arm("new_weights", "new_weights", _by_report(r"it on default ")),
     Arm("old_kv", "new_weights", _by_tags(r"holds token (.|\n)* with weights \d|with weights \d")),
-    Arm("kept_hidden", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
-    Arm("mask_rows", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
-    Arm("registered_graph", "collectives", _by_guard(PeerError.checker, "registered_graph")),
-    Arm("one_stream", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
     Arm("flag_generation", "collectives", lambda outcome: "flag_generation" in outcome.edges),
-    Arm("peer_halves", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
-    Arm("peer_words", "collectives", _by_guard(HAPPENS_BEFORE, "peer_words")),
     Arm("rank_results", "ranks", _by_ranks),
     Arm("ended_on_all", "ranks", _by_ranks, first=27),
 )
+_ARENA_PAD = _by_guard(FreshnessError.checker, "arena_pad")
 _SPECULATIVE_ARMS = (
     Arm("host_after_copy/speculation", "speculation", _by_edge("host_after_copy")),
     Arm("same_composition/speculation", "speculation", _by_effect),
     Arm("retired_after/speculation", "speculation_tiers", _ON_RETIRED),
-    Arm(
-        "arena_pad/speculation",
-        "speculation",
-        lambda outcome: _by_guard(FreshnessError.checker, "arena_pad")(outcome) and "speculative." in outcome.report,
-    ),
+    Arm("arena_pad/speculation", "speculation", lambda found: _ARENA_PAD(found) and "speculative." in found.report),
     Arm("own_results/speculation", "speculation", _by_report(r"WAR on speculative\.")),
     Arm("plan_source/speculation", "speculation", _by_tags("speculative step ")),
     Arm("total_buckets/speculation", "speculation", _by_guard(FreshnessError.checker, "total_buckets"), first=4),
@@ -235,13 +213,9 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
 
 def unarmed_rows() -> list[Row]:
     armed = {arm.name for arm in all_arms()}
-    rows = []
-    for kind, names in (("edge", EDGE_PARTS), ("guard", tuple(GUARDS))):
-        for name in names:
-            if name in armed:
-                continue
-            dormant = GUARDS[name].dormant if kind == "guard" else ""
-            status = DORMANT if dormant else UNPROVEN
-            report = dormant or "no workload of the proof isolates it"
-            rows.append(Row(name, kind, status, report=report))
+    rows = [Row(name, "edge", UNPROVEN, report=_NO_WORKLOAD) for name in EDGE_PARTS if name not in armed]
+    for name, guard in GUARDS.items():
+        if name not in armed:
+            status = DORMANT if guard.dormant else UNPROVEN
+            rows.append(Row(name, "guard", status, report=guard.dormant or _NO_WORKLOAD))
     return rows

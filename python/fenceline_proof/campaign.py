@@ -107,11 +107,7 @@ def explore(plan: Plan) -> Proof:
     ]
     for num_others in range(_MAX_PREEMPTIONS + 1):
         outcomes = list(_outcomes(iter(trials), plan))
-        for outcome in outcomes:
-            name = outcome.trial.workload
-            proof.schedules[name] = proof.schedules.get(name, 0) + 1
-            proof.num_tokens += outcome.num_tokens
-            proof.num_close += outcome.num_close
+        proof.count(outcomes, proof.schedules)
         plan.progress(len(outcomes))
         proof.failures += [outcome for outcome in outcomes if not outcome.clean]
         if proof.failures or num_others == _MAX_PREEMPTIONS:
@@ -151,11 +147,7 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     if not plan.everything:  # one arm was asked for
         severed = by_seed(outcome for outcomes in tally.by_arm.values() for outcome in outcomes)
         proof.telling += [outcome for outcome in severed if not outcome.clean][:1]
-    for outcome in tally.intact:
-        name = outcome.trial.workload
-        proof.runs_by_workload[name] = proof.runs_by_workload.get(name, 0) + 1
-        proof.num_tokens += outcome.num_tokens
-        proof.num_close += outcome.num_close
+    proof.count(tally.intact, proof.runs_by_workload)
 
 
 def undeclared_sites(outcomes: Iterable[Outcome]) -> list[str]:

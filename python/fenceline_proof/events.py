@@ -38,23 +38,24 @@ STATES = (
     "queued", "waiting for storage", "half-way through its prompt", "with its first step in flight", "running",
     "before a remap", "retracted", "retracted with a tail",
 )  # fmt: skip
+
+
+def _plain(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "")
+
+
+# With what their names do not say.
 EVENTS: dict[str, str] = {
     # steps and graphs
-    "decode replay": "a decode step replayed, exactly as large as its graph",
-    "padded decode replay": "one with padded rows",
+    **_plain("decode replay", "padded decode replay", "decode beyond the graphs", "piecewise replay"),
+    **_plain("padded piecewise replay", "prefill beyond the pieces", "masks after a replay", "masks of a first token"),
     "decode replay with the sampler": "one whose logits go to the sampler with all its features",
     "masks for some of a batch": "a decode step samples under the masks of some of its requests",
-    "masks after a replay": "the logits of a replay are masked",
     "masks and draw before publishing": "of the step before, whose tokens cannot have ended an answer",
     "masks and draw after publishing": "of the step before, because an answer may have ended or not all have a mask",
-    "masks of a first token": "a prefill step samples under a mask",
     "mask of a request that has left": "it left while the step's forward ran",
     "return with a grammar": "a retracted request continues where it was in its grammar",
-    "decode beyond the graphs": "a decode step larger than every graph",
-    "piecewise replay": "a prefill step in pieces, exactly as large as its graphs",
-    "padded piecewise replay": "one with padded rows",
     "piecewise replay while loading": "one whose pages are being loaded from the host layer by layer",
-    "prefill beyond the pieces": "a prefill step larger than every graph",
     "a prompt in three chunks": "in consecutive steps",
     "prompts beside decoding": "a step computes prompts and a token of each running request",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
@@ -62,8 +63,7 @@ EVENTS: dict[str, str] = {
     "decode replay with an FP8 cache": "keys and values are kept in eight bits",
     "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
     # speculation
-    "verification replay": "a speculative step replayed, exactly as large as its graphs",
-    "padded verification replay": "one with padded rows",
+    **_plain("verification replay", "padded verification replay", "retraction while speculating", "load with a draft"),
     "several accepted drafts": "a step yields more than two tokens for a request",
     "accepted draft of a tree": "its nodes' rows are moved",
     "accepted draft of several layers": "each of which proposes one token",
@@ -72,31 +72,21 @@ EVENTS: dict[str, str] = {
     "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
     "tokens after an end": "a request ends in the middle of what a step yields; the rest is dropped",
     "a rejected slot is handed on": "its page is leased again, and another step writes there",
-    "retraction while speculating": "by either policy",
-    "load with a draft": "a prefix comes from the host, its draft's layers too",
-    "admission from storage with a draft": "",
     # the prefix cache
-    "hit": "a request finds a prefix on the device",
-    "hit half-way through a node": "a node is split",
+    **_plain("admission from storage with a draft", "hit", "hit half-way through a node", "eviction from the device"),
     "remap": "a request moves onto the pages of another with the same prompt, and the next step reads them",
     "remap of a request that leaves": "before the next step",
-    "eviction from the device": "",
     "stale match": "the prefix found for a waiting request has moved, and is looked up again",
     "pages handed on in use": "pages are leased again before it is known that their last users are done",
     # the host tier
-    "load in FP8": "a prefix comes from the host",
-    "load of several nodes": "",
+    **_plain("load in FP8", "load of several nodes", "backup of several nodes", "backup while prefixes load"),
+    **_plain("eviction from the host", "a node leaves every tier", "a node in transit leaves the device"),
+    "a node in transit is split": "",
     "load for several requests": "one transfer for all that a step admits",
     "match of pages that are loading": "a request finds pages that another request's load has not filled yet",
     "adopted page": "a page that is only on the host is computed again, and the computed one is kept",
-    "backup of several nodes": "pages go to the host",
     "write-back": "pages go to the host because their memory on the device is needed",
     "write-back under load": "while a load is in transfer",
-    "backup while prefixes load": "for any reason",
-    "eviction from the host": "",
-    "a node leaves every tier": "",
-    "a node in transit leaves the device": "",
-    "a node in transit is split": "",
     "host pages handed on in use": "leased again before it is known that the transfers that used them are done",
     "the host is full": "all its pages are in use, so a backup does not happen",
     # storage
@@ -112,27 +102,19 @@ EVENTS: dict[str, str] = {
     "storage refuses a write": "of one page",
     "storage raises": "which costs the call's pages",
     # retraction
-    "retraction for memory": "",
-    "retraction by pause": "",
+    **_plain("retraction for memory", "retraction by pause", "retraction by recompute", "retraction by offload"),
+    **_plain("retracted twice", "return", "abort of all", *(f"abort {state}" for state in STATES)),
     "preemption": "a running request is retracted for one of higher priority",
-    "retraction by recompute": "",
-    "retraction by offload": "",
     "offloaded tail": "a page that is not full goes to the host",
     "return with its tail": "that page comes back with the request",
     "return without its tail": "that page is dropped and computed again",
-    "return": "a retracted request continues",
-    "retracted twice": "",
     "return of counted tokens": "with penalties: its output is counted again",
-    **{f"abort {state}": "" for state in STATES},
-    "abort of all": "",
     # pictures
+    **_plain("a chunk ends inside a picture", "retraction with pictures", "drafts behind a picture"),
     "embeddings found": "of a picture that an earlier step has computed",
     "embeddings computed again": "others have been given their rows",
-    "a chunk ends inside a picture": "",
     "hit behind a picture": "a request finds a prefix with one on the device",
     "load behind a picture": "or on the host",
-    "retraction with pictures": "",
-    "drafts behind a picture": "",
     "a draft sees the next chunk's picture": "its row of a token is computed from the tokens behind it",
     # the rest
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
@@ -196,8 +178,8 @@ class Watch:
         around(scheduler, "launch", after=self._launched)
         around(scheduler, "publish", before=lambda flight: self.note(gone, any(req.left for req in flight.reqs)))
         around(scheduler.masks, "fill_masks", before=self._fills)
-        around(scheduler.masks, "sample_early", after=self._sampled_early)
-        around(scheduler.masks, "stuck", before=self._sampled_late)
+        around(scheduler.masks, "sample_early", after=partial(self._draws, "before", True))
+        around(scheduler.masks, "stuck", before=partial(self._draws, "after", False))
         around(scheduler.control, "abort", before=self._aborts)
         around(scheduler.population, "retract", before=self._retracts)
         around(memory, "with_remaps", before=self._remaps)
@@ -275,13 +257,9 @@ class Watch:
             self.note("a draft sees the next chunk's picture", any(end <= one.offset < read_end for one in req.images))
             self.note("return of counted tokens", chunk.history is not None and req.num_retractions)
 
-    def _sampled_early(self, *_: object) -> None:
+    def _draws(self, when: str, sampled: bool, *_: object) -> None:
         pending = self._scheduler.masks.pending
-        self.note("masks and draw before publishing", pending is not None and pending.sampled)
-
-    def _sampled_late(self) -> None:
-        pending = self._scheduler.masks.pending
-        self.note("masks and draw after publishing", pending is not None and not pending.sampled)
+        self.note(f"masks and draw {when} publishing", pending is not None and bool(pending.sampled) is sampled)
 
     def _fills(self, pending: StepMasks) -> None:
         batch, mine = pending.flight.batch, pending.constrained.reqs

@@ -39,6 +39,7 @@ from fenceline_proof.speculative_workloads import (
     draft_flags,
     several_layers,
     trees,
+    without_drafts,
 )
 from fenceline_proof.tiny_model import VOCAB_SIZE
 
@@ -146,16 +147,12 @@ def _control(script: Script) -> None:
 def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Flags:
     """The engine's flags, each chosen independently except those that need each other."""
     flags: dict[str, Flag] = {
-        "page_size": page_size,
-        "context_length": GRAPH_CONTEXT,
-        "max_total_tokens": random.choice((40, 56, 64)),
-        "max_running_requests": most,
-        "chunked_prefill_size": random.choice((8, 16, 24, -1)),
+        "page_size": page_size, "context_length": GRAPH_CONTEXT, "max_total_tokens": random.choice((40, 56, 64)),
+        "max_running_requests": most, "chunked_prefill_size": random.choice((8, 16, 24, -1)),
         "schedule_policy": random.choice(("fcfs", "lpm", "dfs-weight", "random")),
-        "schedule_conservativeness": random.choice((0.01, 0.01, 1.0)),
-        "stream_interval": random.choice((1, 1, 3)),
+        "schedule_conservativeness": random.choice((0.01, 0.01, 1.0)), "stream_interval": random.choice((1, 1, 3)),
         "disable_overlap_schedule": random.random() < 0.1,
-    }
+    }  # fmt: skip
     if random.random() < 0.85:
         flags["cuda_graph_bs"] = random.choice(((1, 2), (2,), (1, most), (most,)))
         flags["disable_cuda_graph_padding"] = random.random() < 0.15
@@ -178,13 +175,12 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
 
 def _tiers(random: Random) -> Flags:
     flags: dict[str, Flag] = {
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": random.choice((0.5, 0.5, 0.5, 1.0, 2.0)),
+        "enable_hierarchical_cache": True, "hicache_ratio": random.choice((0.5, 0.5, 0.5, 1.0, 2.0)),
         "hicache_write_policy": random.choice(_POLICIES),
         "hicache_mem_layout": random.choice(("layer_first", "page_first")),
         "hicache_io_backend": random.choice(("kernel", "direct")),
         "retract_policy": random.choice(("recompute", "offload", "offload", "offload")),
-    }
+    }  # fmt: skip
     if random.random() < 0.8:
         policy = random.choice(("best_effort", "wait_complete", "timeout"))
         flags |= {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
@@ -307,12 +303,10 @@ def _paused_twice(script: Script, page_size: int, engine: str) -> Flags:
         script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue {number}"))
         step += random.randint(5, 7)
     return {
-        **flags,
-        "max_total_tokens": 64 if crowded else random.choice((64, 96)),
-        "max_running_requests": most,
+        **flags, "max_running_requests": most, "max_total_tokens": 64 if crowded else random.choice((64, 96)),
         "hicache_ratio": 0.5 if crowded else random.choice((0.5, 0.5, 1.0, 2.0)),
         "retract_policy": "offload" if crowded else random.choice(("offload", "offload", "recompute")),
-    }
+    }  # fmt: skip
 
 
 _Arrangement = Callable[[Script, int, str], Flags]  # of a run's script, page size and engine
@@ -368,13 +362,14 @@ def _seldom(random: Random, flags: Flags) -> Flags:
 
 def _in_bodies(random: Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
     """Most requests that arrive together come in one HTTP body."""
-    placed: list[Arrival] = []
-    for arrival in arrivals:
+
+    def placed(arrival: Arrival) -> Arrival:
         message = arrival.message
-        if isinstance(message, TokenizedGenerateReq) and random.random() < 0.8:
-            message = structs.replace(message, body=arrival.step + 1)
-        placed.append(replace(arrival, message=message))
-    return tuple(placed)
+        if not isinstance(message, TokenizedGenerateReq) or random.random() >= 0.8:
+            return arrival
+        return replace(arrival, message=structs.replace(message, body=arrival.step + 1))
+
+    return tuple(map(placed, arrivals))
 
 
 def _product(random: Random, arrangement: _Arrangement | None, engine: str) -> Scenario:
@@ -427,10 +422,8 @@ def _with_another_model(random: Random, flags: Flags, share: float) -> Flags:
         return {**flags, "model": "windows" if model == "sparse" else model}
     if "speculative_eagle_topk" in flags and model in ("experts", PICTURES):  # the others have no trees
         return {**flags, "draft": random.choice(("NEAR", "ITSELF")), "model": model}
-    others = ("speculative_", "depth_seed")  # the other draft's
-    flags = {name: value for name, value in flags.items() if not name.startswith(others)}
     drafts = chains_that_see(random) if model == PICTURES else chains_of_models(random)
-    return {**flags, **drafts, "model": model}
+    return {**without_drafts(flags), **drafts, "model": model}
 
 
 def _with_states(random: Random, flags: Flags) -> Flags:
@@ -440,8 +433,9 @@ def _with_states(random: Random, flags: Flags) -> Flags:
     own = Random(str(random.getstate()[1][:8]))
     if "model" in flags or own.random() < 0.3:
         return flags
-    refused = "speculative_", "draft", "depth_seed", "debug_cuda_graph", "hicache_storage_size"
-    kept = {name: value for name, value in flags.items() if not name.startswith(refused)}
+    kept = {**without_drafts(flags)}
+    for refused in ("debug_cuda_graph", "hicache_storage_size"):
+        kept.pop(refused, None)
     kept |= chains_beside_states(own) if "draft" in flags else {}
     if not flags.get("disable_radix_cache"):
         kept["max_mamba_cache_size"] = int(str(flags["max_running_requests"])) + own.choice((1, 3, 16))

@@ -31,6 +31,14 @@ def tier_flags(random: Random, **flags: Flag) -> Flags:
     return chosen | flags
 
 
+def storage_flags(random: Random) -> Flags:
+    """In half of the runs there is storage."""
+    if random.random() >= 0.5:
+        return {}
+    policy = random.choice(("best_effort", "wait_complete"))
+    return {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+
+
 def _conversations(random: Random) -> Scenario:
     script = Script(random)
     for index in range(4):
@@ -151,13 +159,11 @@ def _fetched(random: Random) -> Scenario:
             step += random.randint(2, 7)
         step += 6
     flags: Flags = {
-        "max_total_tokens": 32 * size,
-        "max_running_requests": 3,
-        "chunked_prefill_size": 32,
+        "max_total_tokens": 32 * size, "max_running_requests": 3, "chunked_prefill_size": 32,
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": random.choice(("best_effort", "wait_complete", "wait_complete")),
         **tier_flags(random, page_size=size, hicache_ratio=2.0, hicache_write_policy="write_through"),
-    }
+    }  # fmt: skip
     if random.random() < 0.3:
         return script.scenario(**with_storage_limits(random, flags))
     if random.random() < 0.6:  # in a directory that is large enough, so that what is damaged is read
@@ -266,14 +272,11 @@ def _persistent(random: Random) -> Scenario:
     return script.scenario(
         (64, 3, 16),
         **tier_flags(
-            random,
-            hicache_ratio=2.0,
-            hicache_write_policy="write_through",
-            hicache_io_backend="kernel",
+            random, hicache_ratio=2.0, hicache_write_policy="write_through", hicache_io_backend="kernel",
             attention_backend=PERSISTENT,
         ),
         **script.graphs(1, 3),
-    )
+    )  # fmt: skip
 
 
 def _refill(random: Random) -> Scenario:

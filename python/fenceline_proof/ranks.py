@@ -28,7 +28,7 @@ from fenceline_proof.hicache_workloads import with_storage_limits
 from fenceline_proof.oracle import Oracle
 from fenceline_proof.pictures import PICTURES, with_pictures
 from fenceline_proof.script import Flag, Flags, Scenario, Script
-from fenceline_proof.speculative_workloads import chains_beside_states
+from fenceline_proof.speculative_workloads import chains_beside_states, without_drafts
 from fenceline_proof.steps import STEP_S, make_config, setting_of
 from fenceline_proof.tiny_model import PLAIN, tiny_model_path
 from fenceline_sim.device import VgpuDevice
@@ -58,9 +58,7 @@ def _with_states(random: Random, flags: Flags) -> Flags:
     if own.random() >= 0.4:
         return flags
     if "draft" in flags:
-        of_drafts = ("draft", "speculative_", "depth_seed")
-        flags = {name: value for name, value in flags.items() if not name.startswith(of_drafts)}
-        flags = {**flags, **chains_beside_states(own)}
+        flags = {**without_drafts(flags), **chains_beside_states(own)}
     return {**flags, "model": "states", "max_mamba_cache_size": own.choice((4, 6)), "ep_size": 1}
 
 
@@ -164,11 +162,8 @@ class RankRun:
             create_rank_board(ports, NUM_RANKS)
             turns: Channel[bytes] = self.gpu.channel()
             configs = [self._config(rank, Path(folder)) for rank in range(NUM_RANKS)]
-            workers = [
-                self.gpu.spawn(f"rank{rank}", self._body(rank, config, ports, turns), rank)
-                for rank, config in enumerate(configs)
-            ]
-            join_all(workers)
+            bodies = [self._body(rank, config, ports, turns) for rank, config in enumerate(configs)]
+            join_all([self.gpu.spawn(f"rank{rank}", body, rank) for rank, body in enumerate(bodies)])
         if self.answers[0] != self.answers[1]:
             return f"ranks give different answers: {self.answers}"
         found = self.transcript.compare(_oracle(configs[0].model.model_path))
@@ -290,13 +285,7 @@ class _RankLoop:
         """Run rank 0 until everything is answered and every transfer has ended, and the other rank until rank 0 has
         ended."""
         scheduler = self.scheduler
-        while (
-            self._rank
-            or self._arrivals
-            or self._flight is not None
-            or scheduler.reqs
-            or scheduler.memory.num_outstanding
-        ):
+        while self._rank or self._arrivals or self._flight or scheduler.reqs or scheduler.memory.num_outstanding:
             assert self._step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
             try:
                 self._flight = scheduler.step(self._flight)

@@ -85,13 +85,8 @@ def _points(step: Step, done: dict[int, Point]) -> Points:
     serials = [serial for name, serial in step.after.items() if name == "forward"]
     known = sorted(done)
     found = [bisect_left(known, serial) for serial in serials]
-    return Points.of(
-        *[
-            done[known[index]]
-            for index, serial in zip(found, serials, strict=True)
-            if index < len(known) and (index > 0 or known[0] == serial)
-        ]
-    )
+    pairs = zip(found, serials, strict=True)
+    return Points.of(*[done[known[i]] for i, s in pairs if i < len(known) and (i > 0 or known[0] == s)])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,16 +32,10 @@ _POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fi
 
 HAPPENS_BEFORE = "happens-before"
 _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
-    (RaceError, HAPPENS_BEFORE),
-    (LeaseError, "leases"),
-    (KernelError, "kernels"),
-    (DeadlockError, "deadlock"),
-    (RanksDifferError, "decisions"),
-    (OrderError, "memory-check"),
-    (GraphMismatch, "graphs"),
-    (GraphError, "graphs"),
+    (RaceError, HAPPENS_BEFORE), (LeaseError, "leases"), (KernelError, "kernels"), (DeadlockError, "deadlock"),
+    (RanksDifferError, "decisions"), (OrderError, "memory-check"), (GraphMismatch, "graphs"), (GraphError, "graphs"),
     (CommunicatorError, "communicator"),
-)
+)  # fmt: skip
 INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
 _NUM_LINES = 3  # of an exception's traceback that a report has
 ANSWERS = "answers"  # differ from those of each request alone

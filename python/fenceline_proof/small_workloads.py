@@ -60,13 +60,11 @@ def _spilled(random: Random) -> Scenario:
     return script.scenario(**_TIERS, hicache_ratio=0.8, hicache_write_policy="write_back")
 
 
-SMALL_WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("pair", "two prompts in chunks, then decode in graphs", _pair),
-        Workload("row", "four requests in one row, one of them aborted", _row),
-        Workload("twins", "one prompt four times, an abort, little memory", _twins),
-        Workload("back", "a prompt leaves for the host and comes back; an abort", _back),
-        Workload("spilled", "four prompts take turns on the device", _spilled),
-    )
-}
+_ALL = (
+    Workload("pair", "two prompts in chunks, then decode in graphs", _pair),
+    Workload("row", "four requests in one row, one of them aborted", _row),
+    Workload("twins", "one prompt four times, an abort, little memory", _twins),
+    Workload("back", "a prompt leaves for the host and comes back; an abort", _back),
+    Workload("spilled", "four prompts take turns on the device", _spilled),
+)
+SMALL_WORKLOADS = {workload.name: workload for workload in _ALL}

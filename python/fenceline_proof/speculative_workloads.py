@@ -10,10 +10,15 @@ from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq
 from fenceline_proof.grammars import choose, load_grammars
-from fenceline_proof.hicache_workloads import tier_flags
+from fenceline_proof.hicache_workloads import storage_flags, tier_flags
 from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.script import Flag, Flags, Scenario, Script, Workload
 from fenceline_proof.tiny_model import DRAFTS, VOCAB_SIZE
+
+
+def without_drafts(flags: Flags) -> Flags:
+    others = ("draft", "speculative_", "depth_seed")
+    return {name: value for name, value in flags.items() if not name.startswith(others)}
 
 
 def draft_flags(random: Random) -> Flags:
@@ -152,10 +157,7 @@ def _speculation_tiers(random: Random) -> Scenario:
     exclusive: Flags = {}
     if constrained and random.random() < 0.7:
         exclusive = {"attention_backend": PERSISTENT, "hicache_io_backend": "kernel"}
-    storage: Flags = {}
-    if random.random() < 0.5:
-        policy = random.choice(("best_effort", "wait_complete"))
-        storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+    storage = storage_flags(random)
     scenario = script.scenario(
         (random.choice((40, 48)), 3, 16), schedule_conservativeness=0.01,
         retract_policy=random.choice(("offload", "recompute")), **draft_flags(random),

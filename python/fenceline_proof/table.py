@@ -46,6 +46,13 @@ class Proof:
         fine = self.few_close and not self.unseen and all(row.fine for row in self.rows)
         return any_run and fine and not (self.failures or self.undeclared or self.missed_pairs)
 
+    def count(self, outcomes: Sequence[Outcome], runs: dict[str, int]) -> None:
+        """Add their tokens, and their number by workload to ``runs``."""
+        for outcome in outcomes:
+            runs[outcome.trial.workload] = runs.get(outcome.trial.workload, 0) + 1
+            self.num_tokens += outcome.num_tokens
+            self.num_close += outcome.num_close
+
     @property
     def unseen(self) -> list[str]:
         return [event for event, count in self.events.items() if count == 0]
@@ -57,7 +64,7 @@ class Proof:
 
 
 def as_text(proof: Proof) -> str:
-    lines = []
+    lines, verdict = [], f"{len(proof.failures)} FAILED" if proof.failures else "clean"
     if proof.rows:
         head = ("name", "kind", "status", "workload", "seed", "caught", "caught by")
         cells = [head, *(_cells(row) for row in proof.rows)]
@@ -65,14 +72,12 @@ def as_text(proof: Proof) -> str:
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         lines += [""] + [f"{row.name}: {row.status}: {row.report}" for row in proof.rows if not row.fine]
     if proof.schedules:
-        verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
         parts = ", ".join(f"{name} {count}" for name, count in proof.schedules.items())
         which = "NOT ALL" if proof.failures else "all"
         total = sum(proof.schedules.values())
         lines.append(f"{which} schedules with up to two preemptions: {total}, {verdict} ({parts})")
         lines.append(f"answers: {proof.num_tokens} tokens compared with each request computed alone")
     if proof.num_intact:
-        verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
         parts = ", ".join(f"{name} {count}" for name, count in proof.runs_by_workload.items())
         lines.append(f"intact engine: {proof.num_intact} seeds, {verdict} ({parts})")
         close = f"{proof.num_close} differ because of rounding" + ("" if proof.few_close else ": TOO MANY")
@@ -98,20 +103,15 @@ def as_json(proof: Proof) -> dict[str, object]:
         "clean": proof.clean,
         "edges": [{**asdict(row), "seeds_caught": row.num_caught, "seeds_run": row.num_runs} for row in proof.rows],
         "intact": {
-            "seeds": proof.num_intact,
-            "by_workload": proof.runs_by_workload,
-            "tokens": proof.num_tokens,
+            "seeds": proof.num_intact, "by_workload": proof.runs_by_workload, "tokens": proof.num_tokens,
             "close": proof.num_close,
             "failures": [
                 {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
             ],
         },
-        "pairs": [pair._asdict() for pair in sorted(proof.pairs)],
-        "never_met": proof.missed_pairs,
-        "schedules": dict(proof.schedules),
-        "events": dict(proof.events),
-        "seconds": round(proof.seconds, 1),
-    }
+        "pairs": [pair._asdict() for pair in sorted(proof.pairs)], "never_met": proof.missed_pairs,
+        "schedules": dict(proof.schedules), "events": dict(proof.events), "seconds": round(proof.seconds, 1),
+    }  # fmt: skip
 
 
 def record(rows: Sequence[Row]) -> list[dict[str, object]]:

@@ -72,55 +72,38 @@ _STATES = {
 PLACEHOLDER, PICTURE_SIDE = 63, 4  # the token of an embedding, and the side of its square in pixels
 # Qwen2.5-VL's layers, and a tower whose first layer has windows.
 _PICTURES = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "image_token_id": PLACEHOLDER,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
-    "image_token_id": PLACEHOLDER,
     "vision_config": {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 12,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": PICTURE_SIDE // 2,
-        "window_size": 2 * PICTURE_SIDE,
-        "fullatt_block_indexes": [1],
+        "depth": 2, "hidden_size": 16, "intermediate_size": 12, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": PICTURE_SIDE // 2, "window_size": 2 * PICTURE_SIDE, "fullatt_block_indexes": [1],
     },
-}
+}  # fmt: skip
 PLAIN = "plain"
 _MODELS = {
-    PLAIN: _CONFIG,
-    "experts": _CONFIG | _EXPERTS,
-    "windows": _CONFIG | _WINDOWS,
+    PLAIN: _CONFIG, "experts": _CONFIG | _EXPERTS, "windows": _CONFIG | _WINDOWS, "latents": _CONFIG | _LATENTS,
+    "sparse": _CONFIG | _SPARSE, "pictures": _CONFIG | _PICTURES, "states": _CONFIG | _STATES,
     # The shortest windows under which there may be trees of drafts.
     "long_windows": _CONFIG | _WINDOWS | {"sliding_window": 64},
-    "latents": _CONFIG | _LATENTS,
-    "sparse": _CONFIG | _SPARSE,
-    "pictures": _CONFIG | _PICTURES,
-    "states": _CONFIG | _STATES,
     # With one token more: a vocabulary that two ranks cannot halve.
     "odd": _CONFIG | {"vocab_size": VOCAB_SIZE + 1},
-}
+}  # fmt: skip
 _NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
 
 # What is told of a draft beside the target's own sizes, by its name.
 _DRAFTS: dict[str, dict[str, object]] = {
     # It knows a part of the tokens.
     "EAGLE3": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": _NUM_KNOWN,
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
+        "draft_vocab_size": _NUM_KNOWN,
     },
     "NEXTN": {"num_nextn_predict_layers": 1},
     "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
     "NEXTN3": {"num_nextn_predict_layers": 3},
-    # Nearly the target, and the target itself: half of the first one's proposals are accepted, and all of the second
-    # one's.
-    "NEAR": {},
+    "NEAR": {},  # nearly the target: half of its proposals are accepted
     "ITSELF": {},
-}
+}  # fmt: skip
 _DRAFTS["EAGLE3 of one head"] = _DRAFTS["EAGLE3"] | {"num_key_value_heads": 1}  # pages with rows of another size
 _NOT_DRAWN = ("EAGLE3 of one head", "NEXTN3")  # those that a workload asks for
 DRAFTS = tuple(name for name in _DRAFTS if name not in _NOT_DRAWN)

@@ -24,7 +24,7 @@ from fenceline.ipc.io_struct import (
 from fenceline_proof.everything import EVERYTHING
 from fenceline_proof.flashinfer_library import FLASHINFER, PLANNED
 from fenceline_proof.grammars import GRAMMARS
-from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, tier_flags
+from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS, storage_flags, tier_flags
 from fenceline_proof.launched_attention import LAUNCHED, REFERENCE
 from fenceline_proof.pictures import FIRST_PICTURE, with_pictures
 from fenceline_proof.script import GRAPH_CONTEXT, PIECES, Arrival, Flags, Scenario, Script, Workload
@@ -349,10 +349,7 @@ def _new_weights(random: Random) -> Scenario:
         script.send(step, PauseGenerationReq(id="pause", mode=random.choice(("retract", "in_place"))))
         script.new_weights(step + 1)
         script.send(step + 2, ContinueGenerationReq(id="continue"))
-    storage: Flags = {}
-    if random.random() < 0.5:
-        policy = random.choice(("best_effort", "wait_complete"))
-        storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+    storage = storage_flags(random)
     tiers = tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))) if random.random() < 0.7 else {}
     return script.scenario(
         (random.choice((48, 96)), 3, 8), **{"page_size": 4, **tiers, **(storage if tiers else {})},
@@ -385,12 +382,7 @@ WORKLOADS: dict[str, Workload] = {
         GRAMMARS,
         *HICACHE_WORKLOADS,
         Workload("launched", "attention by launches of our own kernels", _attention(LAUNCHED), share=3),
-        Workload(
-            "flashinfer",
-            "F12: every batch is planned on the host, with room for one plan",
-            _attention(FLASHINFER),
-            share=3,
-        ),
+        Workload("flashinfer", "F12: plans made on the host, with room for one", _attention(FLASHINFER), share=3),
         Workload("new_weights", "the weights are replaced while requests run", _new_weights, share=3),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),

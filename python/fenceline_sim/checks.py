@@ -62,8 +62,6 @@ class Checks:
         if self.enabled:
             tensor.generation = self._watch(tensor).generation  # type: ignore[attr-defined]
 
-    # --- for the rest of vgpu --------------------------------------------------------------------------
-
     def run(self, op: Operation) -> None:
         """``op`` is about to run: report its errors and record its writes."""
         if self.enabled:
@@ -94,8 +92,6 @@ class Checks:
         """Raise ``error``, or keep it."""
         if self.enabled:
             self._findings.add_errors([error])
-
-    # --- within --------------------------------------------------------------------------------------
 
     def _watch(self, tensor: torch.Tensor) -> Watch:
         tag: Tag = tensor.allocation.tag  # type: ignore[attr-defined]

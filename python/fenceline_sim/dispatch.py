@@ -35,9 +35,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     return _HANDLERS[operator.kind](operator, args, kwargs)
 
 
-# --- arguments -------------------------------------------------------------------------------------------
-
-
 class _Call:
     """An operator's arguments: as the kernel will see them, and as a key of everything but values."""
 
@@ -94,8 +91,6 @@ def _written(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> list[
     return found
 
 
-# --- outputs ---------------------------------------------------------------------------------------------
-
 _outputs: dict[tuple[Any, ...], Any] = {}
 
 
@@ -137,9 +132,6 @@ def _forms(result: Any) -> Any:
     if isinstance(result, (tuple, list)):
         return tuple(_forms(item) for item in result)
     return None
-
-
-# --- handlers --------------------------------------------------------------------------------------------
 
 
 def _view(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -314,15 +306,11 @@ def _refused(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 _HANDLERS: dict[Kind, Handler] = {
     Kind.COMPOSITE: lambda operator, args, kwargs: backend.decompose(operator.func, args, kwargs),
-    Kind.VIEW: _view,
-    Kind.KERNEL: _kernel,
-    Kind.LIKE: _like,
-    Kind.EMPTY: _like,
-    Kind.SYNC: _sync,
     Kind.COPY: lambda operator, args, kwargs: copy_(*args, **kwargs),
     Kind.TO_COPY: lambda operator, args, kwargs: to_copy(*args, **kwargs),
+    Kind.VIEW: _view, Kind.KERNEL: _kernel, Kind.LIKE: _like, Kind.EMPTY: _like, Kind.SYNC: _sync,
     Kind.REFUSED: _refused,
-}
+}  # fmt: skip
 
 
 set_dispatch(dispatch)

@@ -33,17 +33,11 @@ def use(gpu: VirtualGpu) -> torch.device:
 
 
 def install() -> torch.device:
-    return backend.install(
-        {
-            "empty.memory_format": _empty,
-            "empty_strided": _empty_strided,
-            "_copy_from": _copy_from,
-            "arange": _from_cpu(torch.ops.aten.arange.default),
-            "arange.start": _from_cpu(torch.ops.aten.arange.start),
-            "arange.start_step": _from_cpu(torch.ops.aten.arange.start_step),
-        },
-        {"scaled_dot_product_attention": _attention},
-    )
+    arange = torch.ops.aten.arange
+    factories = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
+    factories |= {"arange": _from_cpu(arange.default), "arange.start": _from_cpu(arange.start)}
+    factories["arange.start_step"] = _from_cpu(arange.start_step)
+    return backend.install(factories, {"scaled_dot_product_attention": _attention})
 
 
 def _empty(size: list[int], dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
@@ -75,9 +69,8 @@ def _from_cpu(func: Any) -> Callable[..., torch.Tensor]:
         def run() -> None:
             target.copy_(value)
 
-        gpu.submit(
-            func._schema.name.removeprefix("aten::"), run, (), [Access(result.allocation.tag, result.layout_)], place
-        )
+        label = func._schema.name.removeprefix("aten::")
+        gpu.submit(label, run, (), [Access(result.allocation.tag, result.layout_)], place)
         return result
 
     return factory

@@ -110,10 +110,7 @@ def _embedding(args: Sequence[Any]) -> Indexes:
 
 
 _RULES: dict[str, IndexRule] = {
-    "index": _by_list,
-    "index_put_": _by_list,
-    "_index_put_impl_": _by_list,
-    "_unsafe_index": _by_list,
+    **dict.fromkeys(("index", "index_put_", "_index_put_impl_", "_unsafe_index"), _by_list),
     "embedding": _embedding,
     **dict.fromkeys(
         ("index_select", "index_copy_", "index_add_", "index_fill_", "gather", "scatter_", "scatter_add_",

@@ -286,14 +286,10 @@ class _Running:
         record = mine.latest = _Record(mine.rank, self.what, self.place)
         other = group.launches.setdefault(self.number, record)
         if other.what != record.what:
-            group.gpu.findings.stop(
-                DeadlockError(
-                    f"deadlock: ranks wait for different collectives, each for its {self.number}. one\n"
-                    f"  rank {other.rank}: {other.what}, {other.place}\n"
-                    f"  rank {record.rank}: {record.what}, {record.place}\n"
-                    "  one of them has taken a branch that the others have not, or on a stream of its own"
-                )
-            )
+            lines = [f"deadlock: ranks wait for different collectives, each for its {self.number}. one"]
+            lines += [f"  rank {one.rank}: {one.what}, {one.place}" for one in (other, record)]
+            lines.append("  one of them has taken a branch that the others have not, or on a stream of its own")
+            group.gpu.findings.stop(DeadlockError("\n".join(lines)))
 
 
 class _Held:
@@ -499,31 +495,17 @@ def _put(target: torch.Tensor, values: torch.Tensor) -> None:
 def _share(tensor: VTensor) -> None:
     """All devices may access it; what orders their accesses are generations and halves."""
     tag = tensor.allocation.tag
-    late = (PEER_HALVES.name, PEER_WORDS.name)
-    tag.guards = {
-        Hazard.RAW: (FLAG_GENERATION.name, PEER_WORDS.name),
-        Hazard.WAR: (FLAG_GENERATION.name, *late),
-        Hazard.WAW: (FLAG_GENERATION.name, *late),
-    }
+    late = (FLAG_GENERATION.name, PEER_HALVES.name, PEER_WORDS.name)
+    tag.guards = {Hazard.RAW: (FLAG_GENERATION.name, PEER_WORDS.name), Hazard.WAR: late, Hazard.WAW: late}
 
 
 def _old_words(spin: _Spin, op: Operation, written: int) -> FreshnessError:
-    memory = f"words of rank {spin._mine.rank}"
-    return FreshnessError(
-        f"freshness: {memory} from rank {spin.step.peer} of launch {written} are taken for those of launch"
-        f" {spin.held.number}\n  {who(op)}",
-        FLAG_GENERATION.name,
-        memory,
-        (str(op.place),),
-    )
+    memory, number = f"words of rank {spin._mine.rank}", spin.held.number
+    text = f"freshness: {memory} from rank {spin.step.peer} of launch {written} are taken for those of launch {number}"
+    return FreshnessError(f"{text}\n  {who(op)}", FLAG_GENERATION.name, memory, (str(op.place),))
 
 
 def _unregistered(spin: _Spin, op: Operation) -> PeerError:
-    running = spin.held.running
-    return PeerError(
-        f"peers: {op.graph or 'a launch'} was replayed before rank {spin._mine.rank} was told where rank"
-        f" {spin.step.peer} has its {running.what}\n  {who(op)}",
-        REGISTERED_GRAPH.name,
-        running.what,
-        (str(op.place),),
-    )
+    what, ranks = spin.held.running.what, (spin._mine.rank, spin.step.peer)
+    text = f"{op.graph or 'a launch'} was replayed before rank {ranks[0]} was told where rank {ranks[1]} has its {what}"
+    return PeerError(f"peers: {text}\n  {who(op)}", REGISTERED_GRAPH.name, what, (str(op.place),))
