@@ -368,21 +368,6 @@ def test_a_large_prompt_beside_an_unknown_field_is_kept_as_it_is():
     assert (body.input_ids, body.rid) == (ids, "r")
 
 
-def test_every_field_is_documented():
-    text = (DOCS / "use" / "openai_api.md").read_text() + (DOCS / "use" / "api.md").read_text()
-    names = {
-        *CHAT,
-        *COMPLETION,
-        *fields.PROFILE,
-        *fields.PROFILE_WITHOUT_EFFECT,
-        *fields.MESSAGE,
-        *fields.GENERATION,
-        *fields.WITHOUT_EFFECT,
-        *FIELDS.declared,
-    }
-    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
-
-
 @pytest.mark.parametrize(
     ("fields", "places"),
     [
