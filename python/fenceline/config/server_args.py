@@ -69,17 +69,12 @@ class ServerArgs:
     # Model and tokenizer
     model_path: str = _model(
         "",
-        "The model: a directory in Hugging Face format, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for "
-        "the model that ships with the package ('demo-moe': a small mixture of experts, 'demo-tools': one that calls a "
-        "calculator, 'demo-vision': one that reads pictures). Required.",
+        "The model: a directory in Hugging Face format, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or one of the "
+        "package: demo, demo-moe (experts), demo-tools (calls a calculator), demo-vision (reads pictures). Required.",
         aliases=("--model",),
     )
     tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id; the model's own unless given.")
-    tokenizer_mode: str = _model(
-        "auto",
-        "Accepted as SGLang has it, without effect: the fast tokenizer is always used.",
-        choices=("auto", "slow"),
-    )
+    tokenizer_mode: str = _model("auto", "Without effect: the fast tokenizer is always used.", choices=("auto", "slow"))
     skip_tokenizer_init: bool = _model(
         False, "Run without a tokenizer: requests carry input_ids, answers carry output_ids."
     )
@@ -87,8 +82,7 @@ class ServerArgs:
     download_dir: str | None = _model(None, "Where hub downloads are kept; Hugging Face's own cache unless given.")
     load_format: str = _model(
         "auto",
-        "How weights are read: auto, safetensors and gguf read the files that there are, dummy makes random weights of "
-        "the right shapes without reading any.",
+        "How weights are read: auto, safetensors and gguf read the files that there are, dummy makes random weights.",
         choices=("auto", "safetensors", "gguf", "dummy"),
         refused=dict.fromkeys(
             ("pt", "npcache", "bitsandbytes"), "convert the weights to safetensors and leave the flag out"
@@ -102,8 +96,8 @@ class ServerArgs:
     )
     quantization: str | None = _model(
         None,
-        "The number format of the linear layers. fp8 and int4 round plain weights while they are loaded. A checkpoint "
-        "that is quantised already says so itself, and the flag may repeat its method.",
+        "The number format of the linear layers: fp8 and int4 round plain weights while they are loaded. A quantised "
+        "checkpoint needs no flag.",
         choices=("fp8", "int4", "compressed-tensors", "awq", "gptq"),
         refused=dict.fromkeys(
             ("bitsandbytes", "gguf", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
@@ -114,8 +108,8 @@ class ServerArgs:
     )  # fmt: skip
     kv_cache_dtype: str = _model(
         "auto",
-        "Type of keys and values in the KV cache, on the device, on the host and in files. fp8_e4m3 takes a quarter of "
-        "float32's memory and half of bfloat16's; the checkpoint's scales are used, or 1.",
+        "Type of keys and values on every tier. fp8_e4m3 takes half of bfloat16's memory; the checkpoint's scales are "
+        "used, or 1.",
         choices=("auto", "fp8_e4m3"),
         refused=dict.fromkeys(
             ("fp8_e5m2", "fp4_e2m1", "int8", "bf16", "bfloat16"), "use fp8_e4m3, or auto, which keeps --dtype"
@@ -128,14 +122,12 @@ class ServerArgs:
         "{}", "A JSON object whose entries replace those of the model's config.json.", metavar="JSON"
     )
     trust_remote_code: bool = _model(
-        False,
-        "Accepted with a warning and without effect: no code from a model's directory is ever run, supported "
-        "architectures are built in.",
+        False, "Without effect, with a warning: code from a model's directory is never run."
     )
     chat_template: str | None = _model(
         None,
-        "The chat template that replaces the tokenizer's own: a Jinja file (.jinja), a JSON file with it under "
-        "chat_template (.json), or chatml, gemma-it, llama-2, llama-3-instruct, mistral or vicuna_v1.1.",
+        "The chat template in place of the tokenizer's: a .jinja file, a .json file with it under chat_template, or "
+        "chatml, gemma-it, llama-2, llama-3-instruct, mistral or vicuna_v1.1.",
         metavar="FILE",
     )
     is_embedding: bool = _model(
@@ -168,14 +160,14 @@ class ServerArgs:
     )
     cors_allowed_origins: tuple[str, ...] | None = _http(
         None,
-        "The web sites whose pages may use this server, as in --cors-allowed-origins https://chat.example.org "
-        "http://localhost:3000, or * for all. Unless given, none.",
+        "The web sites whose pages may use this server, as in https://chat.example.org, or * for all. Unless given, "
+        "none.",
         metavar="ORIGIN",
     )
     allowed_hosts: tuple[str, ...] | None = _http(
         None,
-        "Further host names by which this server may be addressed where no key is needed, as in --allowed-hosts "
-        "llm.example.org *.example.com, or * for all.",
+        "Further host names by which this server may be addressed where no key is needed, as in *.example.com, or * "
+        "for all.",
         metavar="NAME",
     )
     disable_web_page: bool = _http(
@@ -196,15 +188,11 @@ class ServerArgs:
         "Seconds after which a running request is ended with 503; SGLANG_REQ_RUNNING_TIMEOUT, or never, unless given.",
     )
     shutdown_timeout: float = _http(
-        30.0,
-        "Seconds that running requests have to end after SIGTERM; those that are left are aborted. A service manager "
-        "has to wait ten seconds longer before it kills.",
+        30.0, "Seconds that running requests have to end after SIGTERM; those that are left are aborted."
     )
     allow_auto_truncate: bool = _http(False, "Cut off the end of prompts that are too long instead of refusing them.")
     watchdog_timeout: float = _http(
-        300.0,
-        "Seconds after which the server reports a hang and exits: of one step of the scheduler, or of silence of one "
-        "of its processes.",
+        300.0, "Seconds of one step, or of silence of a process, after which the server reports a hang and exits."
     )
 
     # Memory and scheduling
@@ -236,9 +224,8 @@ class ServerArgs:
     )
     chunked_prefill_size: int | None = _memory(
         None,
-        "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps, between "
-        "which requests decode, so a smaller size shortens pauses. -1 turns chunking off. 8192 on a GPU, 128 on a CPU "
-        "unless given.",
+        "Most prompt tokens of one prefill step, a multiple of --page-size; -1 turns chunking off. A smaller size "
+        "shortens pauses of decoding requests. 8192 on a GPU, 128 on a CPU unless given.",
     )
     enable_mixed_chunk: bool = _memory(
         False,
@@ -254,8 +241,8 @@ class ServerArgs:
     )
     max_prefill_tokens: int | None = _memory(
         None,
-        "Most tokens that prompts admitted to one prefill batch may have in all (a single longer prompt is still "
-        "admitted); 16384 or --chunked-prefill-size if that is larger, unless given.",
+        "Most tokens of the prompts of one prefill batch (a single longer one is admitted); 16384, or "
+        "--chunked-prefill-size if that is larger, unless given.",
     )
     prefill_max_requests: int | None = _memory(
         None, "Most prompts of one prefill step. Any number on a GPU, 8 on a CPU unless given."
@@ -271,21 +258,15 @@ class ServerArgs:
         "Waiting requests of a higher `priority` are admitted first, and running ones may be retracted for them. Needs "
         "--schedule-policy fcfs.",
     )
-    schedule_low_priority_values_first: bool = _memory(
-        False, "With --enable-priority-scheduling: a smaller `priority` is better."
-    )
+    schedule_low_priority_values_first: bool = _memory(False, "A smaller `priority` is better.")
     default_priority_value: int | None = _memory(
-        None,
-        "With --enable-priority-scheduling: the `priority` of requests that give none. Unless given, these are "
-        "admitted last.",
+        None, "The `priority` of requests that give none. Unless given, these are admitted last."
     )
     priority_scheduling_preemption_threshold: int = _memory(
-        10,
-        "With --enable-priority-scheduling: a running request is retracted for a waiting one whose `priority` is "
-        "better by more than this.",
+        10, "A running request is retracted for a waiting one whose `priority` is better by more than this."
     )
     disable_priority_preemption: bool = _memory(
-        False, "With --enable-priority-scheduling: no running request is retracted for a waiting one."
+        False, "No running request is retracted for a waiting one of a better `priority`."
     )
     schedule_conservativeness: float = _memory(
         1.0,
@@ -300,9 +281,7 @@ class ServerArgs:
         False, "Keep KV pages in host memory too, as a second tier of the prefix cache.", aliases=("--enable-hicache",)
     )
     hicache_ratio: float = _hicache(
-        2.0,
-        "Size of the host tier in multiples of the device's KV cache. --hicache-size is used instead where it is "
-        "given.",
+        2.0, "Size of the host tier in multiples of the device's KV cache, unless --hicache-size is given."
     )
     hicache_size: float = _hicache(
         0.0, "Size of each rank's host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it."
@@ -403,8 +382,8 @@ class ServerArgs:
     )
     speculative_num_draft_tokens: int | None = _speculation(
         None,
-        "Rows that the model verifies for each request: the last token and the drafts with the best scores. With "
-        "chains --speculative-num-steps + 1; with trees 8 unless given, 64 at most.",
+        "Rows that the model verifies for each request, the last token's among them: --speculative-num-steps + 1 with "
+        "chains; with trees 8 unless given, 64 at most.",
     )
     speculative_adaptive: bool | None = _speculation(
         None,

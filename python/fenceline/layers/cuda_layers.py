@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 
 from fenceline.layers.cuda_four_bit import four_bits_agree, product_by_parts
-from fenceline.layers.kernels.base import SILU, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.base import SILU, LayerKernels, Routing
 from fenceline.layers.kernels.triton.activation import silu_and_mul
 from fenceline.layers.kernels.triton.by_head import MAX_ROWS, by_head
 from fenceline.layers.kernels.triton.grouped_gemm import combine_experts, grouped_config, grouped_product
@@ -95,6 +95,9 @@ class CudaLayerKernels(LayerKernels):
     kernel they read weights; ``rotate_and_store``, ``store_latent`` and ``store_index`` also read the table, positions
     and out_slots. So there must be another kernel between the one that writes these and the one that reads them."""
 
+    lightning_inputs = staticmethod(lightning_inputs)  # type: ignore[assignment]  # these never start early
+    store_means = staticmethod(store_means)  # type: ignore[assignment]
+
     def __init__(self, device: torch.device, fixed: SplitWorkspace | None = None) -> None:
         """``fixed``: that of products in a fixed order, which all sums then have; see ``LayerKernels.fixed_order``."""
         self._pdl, self._device = torch.cuda.get_device_capability(device) >= (9, 0), device
@@ -113,22 +116,6 @@ class CudaLayerKernels(LayerKernels):
             return by_head(x, weight, out, self._pdl, self.fixed_order)
         torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
-
-    def lightning_inputs(
-        self,
-        projected: torch.Tensor,
-        decays: torch.Tensor,
-        norms: QKNorm,
-        table: torch.Tensor,
-        positions: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return lightning_inputs(projected, decays, norms, table, positions, scale)
-
-    def store_means(
-        self, keys: torch.Tensor, means: torch.Tensor, positions: torch.Tensor, out_slots: torch.Tensor, group: int
-    ) -> None:
-        store_means(keys, means, positions, out_slots, group)
 
     def grouped_product(
         self,
