@@ -144,7 +144,10 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     for first in reqs.prompts(config):
         _launched(launch, first).wait()
     beside = reqs.decode_batch(0, num, StepShape())
-    short = replace(beside, rows=np.zeros_like(beside.rows), seq_lens=np.ones_like(beside.seq_lens))
+    beside = replace(beside, starts=beside.seq_lens - 1)
+    short = replace(
+        beside, rows=np.zeros(num, np.int64), starts=np.zeros(num, np.int64), seq_lens=np.ones(num, np.int64)
+    )
     without, _ = seconds(prompt(sizes[0]).beside(short))
     with_context, done = seconds(prompt(sizes[0]).beside(beside))
     reqs.release(done)

@@ -97,15 +97,17 @@ def test_the_engine_answers_as_transformers_from_every_tier(
     assert loads and driver.answers["round 1, 0"].last.cached_tokens >= 40  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "mixed"), [(False, False), (False, True), (True, True)])
 def test_new_prompts_are_expanded_unless_rows_must_be_the_same(
     saved: Saved,
     expected: list[list[int]],
     deterministic: bool,
+    mixed: bool,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Prompts of 30 tokens and more, in steps with others that continue or have a prefix; with an indexer none is."""
+    """Prompts of 30 tokens and more, in steps with others that continue, have a prefix or decode; with an indexer none
+    is."""
     expanded, plan_new = [], AttentionBackend.plan_new
 
     def counted(self: AttentionBackend, lens: Any, starts: torch.Tensor) -> AttendNew:
@@ -116,13 +118,14 @@ def test_new_prompts_are_expanded_unless_rows_must_be_the_same(
     monkeypatch.setattr(extend_runner, "_FEWEST_EXPANDED", 30)
     driver = make_model_driver(
         model_path=str(saved[0]), page_size=4, chunked_prefill_size=68, cuda_graph_bs=(1, 2, 4),
-        piecewise_cuda_graph_tokens=(16,), enable_deterministic_inference=deterministic,
+        piecewise_cuda_graph_tokens=(16,), enable_deterministic_inference=deterministic, enable_mixed_chunk=mixed,
     )  # fmt: skip
     for number in range(2):
         assert asked(driver, range(8), f"round {number}, ") == expected
     indexed = INDEXED[request.node.callspec.params["saved"]]
     assert bool(expanded) == (not deterministic and not any(indexed))
     assert all(length >= 30 for length in expanded)
+    assert bool(driver.scheduler.stats.num_mixed_steps) == mixed
 
 
 @pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention", "full_attention"])

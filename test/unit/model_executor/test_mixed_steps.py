@@ -14,7 +14,7 @@ from scheduler_driver import Driver, assert_right, make_driver, make_model_drive
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.ipc.io_struct import AbortReq, LoadGrammarReq, TokenizedGenerateReq
-from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
+from fenceline.model_executor.step import ForwardResult, HeldStep, MixedCosts, StepBatch
 
 
 def watched(driver: Driver) -> list[tuple[int, int, int]]:
@@ -78,15 +78,70 @@ def test_a_crowd_is_answered_right(seed: int, tiered: bool) -> None:
 
 def test_a_step_has_the_tokens_of_the_flag_in_all() -> None:
     """So that it fits the graphs which prompts alone have; but prompts go on, however many decode."""
-    driver = make_driver(num_pages=2400, num_rows=40, chunked_prefill_size=32, enable_mixed_chunk=True)
+    driver = make_driver(num_pages=1200, num_rows=24, chunked_prefill_size=20, enable_mixed_chunk=True)
     steps = watched(driver)
-    reqs = [request(f"r{i}", [i % 50 + 1] * 40, max_new_tokens=180, ignore_eos=True) for i in range(40)]
+    reqs = [request(f"r{i}", [i % 50 + 1] * 40, max_new_tokens=90, ignore_eos=True) for i in range(24)]
     in_turns(driver, reqs)
     assert_right(driver, *reqs)
-    assert max(decodes for prompts, _, decodes in steps if prompts) > 30
+    assert max(decodes for prompts, _, decodes in steps if prompts) > 18
     for prompts, tokens, decodes in steps:
-        assert not prompts or tokens <= max(32 - decodes, 8)
-    assert any(tokens + decodes == 32 for _, tokens, decodes in steps)
+        assert not prompts or tokens <= max(20 - decodes, 5)
+    assert any(tokens + decodes == 20 for _, tokens, decodes in steps)
+
+
+COSTS = MixedCosts((32, 128, 256), (0.010, 0.014, 0.022), per_pair=1e-6, per_context=1e-6)
+
+
+def test_chunks_end_before_a_token_is_late() -> None:
+    """With --max-inter-token-ms: as many tokens as fit, by measured costs; of prompts beside which nobody decodes, and
+    at least 32, whatever they take."""
+    driver = make_driver(
+        num_pages=2400, num_rows=12, context_length=1024, chunked_prefill_size=256, enable_mixed_chunk=True,
+        max_inter_token_ms=16,
+    )  # fmt: skip
+    driver.worker.step_costs = COSTS
+    driver = Driver(driver.config, driver.worker)
+    seconds, alone = [], []
+    launch = driver.worker.launch
+
+    def recording(batch: StepBatch) -> ForwardResult | HeldStep:
+        num, decodes = batch.num_prompt_tokens, batch.num_decodes
+        if num and decodes:
+            prefix, context = int(batch.starts[0]), int(batch.seq_lens[-decodes:].sum())
+            fitting = COSTS.tokens_within(0.016, decodes, prefix, context, 256 - decodes)
+            assert num <= max(fitting, 32) and COSTS.of(fitting + 1, decodes, prefix, context) > 0.016
+            seconds.append(COSTS.of(num, decodes, prefix, context))
+        elif num:
+            alone.append(num)
+        return launch(batch)
+
+    driver.worker.launch = recording  # type: ignore[method-assign]
+    reqs = [request(f"r{i}", [i + 1] * (700 if i % 3 == 0 else 90), max_new_tokens=40) for i in range(12)]
+    in_turns(driver, reqs, 5)
+    assert_right(driver, *reqs)
+    assert max(alone) == 256
+    assert sum(0.015 < one <= 0.016 for one in seconds) > 5 and max(seconds) > 0.016
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.0105, 0.0139, 0.02, 0.05, 1.0])
+def test_the_most_tokens_within_a_limit_are_found(limit: float) -> None:
+    fitting = [n for n in range(501) if COSTS.of(n, 4, 300, 1000) <= limit]
+    assert COSTS.tokens_within(limit, 4, 300, 1000, 500) == max(fitting, default=0)
+    assert COSTS.of(508, 4, 0, 0) == pytest.approx(2 * 0.022)  # beyond the table in proportion
+    assert MixedCosts.decode(COSTS.encode()) == COSTS
+
+
+def test_costs_are_measured_at_start() -> None:
+    """In the sink and in memory that is then given back."""
+    flags: dict[str, Any] = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_inter_token_ms": 30}
+    driver = make_model_driver(**flags)
+    costs = driver.worker.step_costs
+    assert isinstance(costs, MixedCosts)
+    assert costs.sizes == (32, 64) and 0 < costs.seconds[0] <= costs.seconds[1]
+    assert driver.scheduler.memory.pages.num_leased == driver.scheduler.memory.rows.num_leased == 0
+    reqs = [request(f"r{i}", [i + 3] * 90, temperature=0.0, max_new_tokens=8) for i in range(3)]
+    in_turns(driver, reqs)
+    assert make_model_driver().worker.step_costs is None
 
 
 def _grammar(driver: Driver) -> LoadGrammarReq:
@@ -113,9 +168,9 @@ _KINDS: tuple[dict[str, Any], ...] = (
 def _of_all_kinds() -> list[TokenizedGenerateReq]:
     random, reqs = Random(3), []
     stem = [random.randrange(3, 900) for _ in range(50)]
-    for number in range(32):
-        prompt = stem[: random.choice((0, 20, 50))] + [random.randrange(3, 900) for _ in range(random.randint(1, 90))]
-        params = {"max_new_tokens": random.randint(1, 24), **_KINDS[number % len(_KINDS)]}
+    for number in range(24):
+        prompt = stem[: random.choice((0, 20, 50))] + [random.randrange(3, 900) for _ in range(random.randint(1, 70))]
+        params = {"max_new_tokens": random.randint(1, 18), **_KINDS[number % len(_KINDS)]}
         req = request(f"r{number}", prompt, number, **params)
         reqs.append(msgspec.structs.replace(req, grammar=int(number % 5 == 1)))
     return reqs

@@ -97,6 +97,7 @@ def test_tokens_are_those_of_the_reference(
     "flags",
     [
         {"chunked_prefill_size": 48},
+        {"chunked_prefill_size": 48, "enable_mixed_chunk": True},
         {"max_total_tokens": 464, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
         {"disable_overlap_schedule": True, "page_size": 64},
         {"max_total_tokens": 464, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS},
@@ -116,6 +117,7 @@ def test_company_and_cuts_change_no_bit(
     driver = _driver(checkpoint[0], **flags)
     for name in ("first", "again"):
         assert _told(driver, _reqs(name)) == alone
+    assert bool(driver.scheduler.stats.num_mixed_steps) == ("enable_mixed_chunk" in flags)
     if "schedule_conservativeness" in flags:
         assert driver.scheduler.stats.num_retractions > 0
     if "enable_hierarchical_cache" in flags:

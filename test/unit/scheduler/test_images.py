@@ -325,17 +325,20 @@ def test_two_ranks_around_a_size_of_graphs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_answers_do_not_depend_on_neighbours(saved: Callable[[str], Saved], name: str) -> None:
-    """--enable-deterministic-inference: the same bits of every logprob, alone and among others."""
+    """--enable-deterministic-inference: the same bits of every logprob, alone and among others, also in steps with
+    their prompts; these are not mixed if images are seen whole."""
     directory, _ = saved(name)
     found = []
     for num in (1, len(CASES)):
         driver = vision_driver(
-            directory, enable_deterministic_inference=True, chunked_prefill_size=64 - 16 * (num == 1)
-        )
+            directory, enable_deterministic_inference=True, chunked_prefill_size=64 - 16 * (num == 1),
+            enable_mixed_chunk=True,
+        )  # fmt: skip
         driver.send(*[image_request(driver, f"r{i}", *CASES[i], return_logprob=True) for i in range(num)])
         driver.run()
         found.append((driver.answers["r0"].output_ids, driver.output_logprobs["r0"]))
     assert found[0] == found[1]
+    assert bool(driver.scheduler.stats.num_mixed_steps) == driver.config.mixes_steps == (not name.startswith("Gemma3"))
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
