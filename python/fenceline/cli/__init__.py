@@ -86,6 +86,18 @@ def _trace_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fetch_demo(argv: Sequence[str]) -> int:
+    from fenceline.cli.fetch_demo import main as fetch
+
+    return fetch(argv)
+
+
+def _fetch_demo_parser() -> argparse.ArgumentParser:
+    from fenceline.cli.fetch_demo import build_parser
+
+    return build_parser()
+
+
 def _completion(argv: Sequence[str]) -> int:
     from fenceline.cli.completion import script
 
@@ -113,6 +125,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "chat": _Command("talk to a running server in the terminal", _chat, _chat_parser),
     "bench": _Command("load a running server, and report throughput and latencies", _bench, _bench_parser),
     "trace": _Command("make a trace for Perfetto of a flight recorder's file", _trace, _trace_parser),
+    "fetch-demo": _Command("download a small model that can talk", _fetch_demo, _fetch_demo_parser),
     "completion": _Command("print the completion of a shell: bash, zsh or fish", _completion, _completion_parser),
 }
 

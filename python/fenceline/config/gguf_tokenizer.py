@@ -111,7 +111,7 @@ class Vocabulary:
         known = {
             number
             for number, (token, kind) in enumerate(zip(self.tokens, self._types, strict=False))
-            if token in _STOPS and kind in (_CONTROL, _USER_DEFINED)
+            if token in _STOPS and kind == _CONTROL
         }
         return tuple(sorted(number for number in named | known if number is not None))
 
@@ -203,13 +203,14 @@ class Vocabulary:
             raise self._refusal("its tokenizer has no scores")
         normal = {token: number for token, number in vocab.items() if self._types[number] == _NORMAL}
         # A merge ranks as high as what it makes. Of several that make the same, that of the smaller ids comes first.
-        ranked = sorted(
-            (-float(scores[number]), number, normal[token[:cut]], normal[token[cut:]], cut, token)
-            for token, number in normal.items()
-            for cut in range(1, len(token))
-            if token[:cut] in normal and token[cut:] in normal
-        )
-        pairs = [(token[:cut], token[cut:]) for *_, cut, token in ranked]
+        pairs: list[tuple[str, str]] = []
+        for token, _ in sorted(normal.items(), key=lambda item: (-float(scores[item[1]]), item[1])):
+            halves = [
+                (normal[first], normal[second], first, second)
+                for cut in range(1, len(token))
+                if (first := token[:cut]) in normal and (second := token[cut:]) in normal
+            ]
+            pairs += [(first, second) for _, _, first, second in sorted(halves)]
         replace: dict[str, object] = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
         back: list[object] = [
             {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "},

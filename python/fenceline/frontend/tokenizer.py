@@ -120,11 +120,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not is_file(file):
         return Tokenizer(_convert(folder, config), specials, template)
+    inside = None if folder.is_dir() else json.dumps(read_optional(file))
     try:
-        if folder.is_dir():
-            backend = RustTokenizer.from_file(str(file))
-        else:
-            backend = RustTokenizer.from_str(json.dumps(read_optional(file)))
+        backend = RustTokenizer.from_file(str(file)) if inside is None else RustTokenizer.from_str(inside)
     except Exception as error:  # of no class of its own
         raise ValueError(f"{file}: is no tokenizer ({error}); download the file again") from error
     return Tokenizer(backend, specials, template)
