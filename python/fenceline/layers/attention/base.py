@@ -197,7 +197,9 @@ def plan_mixed(
     num_prompts = len(inputs.query_lens_cpu) - num_decodes
     tokens, of_prompts = _some_requests(inputs, 0, num_prompts)
     _, of_decodes = _some_requests(inputs, num_prompts, len(inputs.query_lens_cpu))
-    of_decodes = replace(of_decodes, mode=ForwardMode.DECODE, query_starts=None, whole=())
+    # Copies, because kernels are launched slowly where addresses are not aligned.
+    rows, seq_lens = of_decodes.rows.clone(), of_decodes.seq_lens.clone()
+    of_decodes = replace(of_decodes, mode=ForwardMode.DECODE, rows=rows, seq_lens=seq_lens, query_starts=None, whole=())
     return _MixedPlan(plan_extend(prompts, of_prompts, least), decodes.plan(of_decodes), tokens.stop)
 
 
@@ -233,6 +235,6 @@ def _some_requests(inputs: AttentionInputs, first: int, end: int) -> tuple[slice
         seq_lens=inputs.seq_lens[first:end],
         seq_lens_cpu=inputs.seq_lens_cpu[first:end],
         query_lens_cpu=lens,
-        query_starts=starts[first : end + 1] - begin,
+        query_starts=starts[first : end + 1] - begin if first else starts[: end + 1],
     )
     return slice(begin, begin + int(lens.sum())), some

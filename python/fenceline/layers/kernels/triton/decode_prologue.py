@@ -36,7 +36,13 @@ def _variant(page_size: int, block: int) -> KernelVariant:
     return KernelVariant(_decode_prologue_kernel, {"PAGE_SIZE": page_size, "BLOCK": block}, block // 32)
 
 
-@triton.jit(do_not_specialize=["size", "max_pages"])
+# Behind the inputs of prompts those of rows that decode have any address.
+@triton.jit(
+    do_not_specialize=["size", "max_pages"],
+    do_not_specialize_on_alignment=[
+        "rows", "plan_seq_lens", "out_seq_lens", "out_positions", "out_slots", "out_input_ids",
+    ],
+)  # fmt: skip
 def _decode_prologue_kernel(
     rows, plan_seq_lens, num_steps, page_table, last_tokens, out_seq_lens, out_positions, out_slots, out_input_ids,
     size, max_pages,
