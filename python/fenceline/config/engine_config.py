@@ -34,6 +34,7 @@ from fenceline.config.quantization import INT4_GROUPS, ON_LINE_METHOD, WHOLE_ROW
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs, is_registered
 from fenceline.config.state_layout import GRID
+from fenceline.config.traces import TracesConfig, traces_config
 from fenceline.config.weight_headers import (
     check_fits,
     check_headers,
@@ -128,6 +129,7 @@ class EngineConfig:
     priority: PriorityConfig | None  # None: priorities are refused
     hicache: HiCacheConfig | None  # None: pages are only on the device
     kv_events: KVEventsConfig | None = None  # None: changes of the prefix cache are not published
+    traces: TracesConfig | None = None  # None: requests are not traced
     speculative: SpeculativeConfig | None  # None: one token per step
 
     # Device and kernels
@@ -256,6 +258,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
         kv_events=kv_events_config(args),
+        traces=traces_config(args),
         speculative=speculative,
         device=device,
         prefill_attention_backend=attention[0],

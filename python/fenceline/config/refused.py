@@ -218,7 +218,7 @@ _REMEDIES: Mapping[str, str] = {
         "--speculative-adaptive-config"
     ),
     "figures are those of --enable-metrics, steps those of --flight-recorder-steps: leave it out": (
-        "--enable-trace --trace-modules --otlp-* --collect-detailed-traces"
+        "--trace-modules --collect-detailed-traces"
         " --load-publish-endpoint --enable-forward-pass-metrics --export-metrics-to-file* --log-config-file"
     ),
     "give labels to the scrape job of Prometheus and leave it out": ("--tokenizer-metrics-* --extra-metric-labels"),

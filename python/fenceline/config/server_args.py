@@ -660,6 +660,13 @@ class ServerArgs:
     flight_recorder_prompts: bool = _logging(
         False, "Keep the token ids of prompts in the flight recorder too. They say what users have written."
     )
+    otlp_traces_endpoint: str | None = _logging(
+        None,
+        "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4317; see "
+        "docs/use/traces.md.",
+        metavar="URL",
+    )
+    enable_trace: bool = _logging(False, "As --otlp-traces-endpoint localhost:4317, unless that is given.")
     kv_events_config: str | None = _logging(
         None,
         "Publish what the prefix cache gains and loses to routers, by ZeroMQ, as in "

@@ -74,7 +74,7 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
         args.cors_allowed_origins or (),
     )
     direct = DirectRoutes(app, handlers_of(app.routes))
-    served = RequestMiddleware(direct, rules, manager.metrics.refused)
+    served = RequestMiddleware(direct, rules, manager.metrics.refused, config.traces is not None)
     if args.cors_allowed_origins is None:
         return served
     # Outermost, because a browser sends the preflight request without the key, and pages must be able to read errors.

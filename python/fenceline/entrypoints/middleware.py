@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fenceline.entrypoints.access import AccessRules
 from fenceline.entrypoints.errors import REFUSED, error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES, PIECE_BYTES
-from fenceline.frontend.request_types import RequestError, new_rid, shutting_down
+from fenceline.frontend.request_types import ORIGIN, RequestError, TraceOrigin, new_rid, shutting_down
 from fenceline.frontend.tokenize_pool import FreedMemory
 
 logger = logging.getLogger(__name__)
@@ -37,9 +37,15 @@ class RequestMiddleware:
     body that exceeds this is answered with 503. The memory of large bodies and answers is returned to the system."""
 
     def __init__(
-        self, app: ASGIApp, rules: AccessRules, refused: Callable[[RequestError], object] | None = None
+        self,
+        app: ASGIApp,
+        rules: AccessRules,
+        refused: Callable[[RequestError], object] | None = None,
+        traces_requests: bool = False,
     ) -> None:
+        """``traces_requests``: whether what a request says of its trace is noted for the task that works on it."""
         self._app = app
+        self._traces_requests = traces_requests
         self._rules = rules
         self._refused = refused
         self.num_body_bytes = 0  # of large bodies whose requests have not ended
@@ -54,6 +60,8 @@ class RequestMiddleware:
         request_id = given if _ID_PATTERN.fullmatch(given) else new_rid().encode()
         scope[REQUEST_ID] = request_id.decode()
         scope[BODY_SEND] = send
+        if self._traces_requests:
+            ORIGIN.set(TraceOrigin.of(scope["path"], headers))
 
         started = False
         num_sent = 0

@@ -13,14 +13,26 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig, PriorityConfig
 from fenceline.frontend.request_stream import RequestStream
-from fenceline.frontend.request_types import GenerateChunk, GenerateInput, RequestError, RequestTimes
-from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq, TokenOut
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, RequestError, RequestTimes, TraceOrigin
+from fenceline.ipc.io_struct import SchedulerReady, Stage, StagesReport, TokenizedGenerateReq, TokenOut
+from fenceline.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_CHARS = 2048
 
 _MAX_PAST_IDS = 65536  # no message about a request arrives after so many later ones have ended
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """What is known of a request that will have a span. ``num_samples``: of its prompt. ``stages`` have times of
+    ``time.perf_counter()``, as all times of a :class:`RequestEntry`."""
+
+    origin: TraceOrigin | None
+    params: SamplingParams
+    num_samples: int
+    stages: list[Stage] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +54,7 @@ class RequestEntry:
     completion_tokens: int = 0
     cached_tokens: int = 0
     queue_time_s: float | None = None
+    trace: RequestTrace | None = None  # None if requests are not traced
 
     @property
     def num_held_tokens(self) -> int:
@@ -100,6 +113,10 @@ class RequestTable:
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._active or rid in self._families
+
+    def get(self, rid: str) -> RequestEntry | None:
+        """The request in flight with this id."""
+        return self._active.get(rid)
 
     def wire_rid(self, rid: str) -> str:
         """The name under which a request ``rid`` is sent to the scheduler, or was if it is active."""
@@ -194,6 +211,12 @@ class RequestTable:
         if token.finish_reason is not None:
             self._forget(entry)
         return entry
+
+    def note_stages(self, report: StagesReport) -> None:
+        """Note the stages of a request that is traced, unless it has ended."""
+        entry = self._by_wire.get(report.rid)
+        if entry is not None and entry.trace is not None:
+            entry.trace.stages += report.stages
 
     def abandon(self, rid: str) -> RequestEntry | None:
         """Forget a request whose client has left. None if the request had ended."""

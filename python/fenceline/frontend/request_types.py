@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -16,6 +17,14 @@ from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, SpecCount
 from fenceline.sampling.sampling_params import SamplingParams, check_counts
 
 TURN_REQUESTS = 128  # of one body that are worked on in one turn of the event loop: some milliseconds
+# What requests are for, as traces name it.
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}
+OTHER_OPERATION = "text_completion"
 
 
 @dataclass(slots=True)
@@ -102,6 +111,26 @@ class VideoSource:
 
 
 MediaSource = ImageSource | VideoSource
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOrigin:
+    """What the HTTP request says of a request's place in a trace: ``headers`` are traceparent and tracestate, as far as
+    they were sent."""
+
+    headers: Mapping[str, str]
+    operation: str
+
+    @classmethod
+    def of(cls, path: str, headers: Mapping[bytes, bytes]) -> TraceOrigin:
+        """That of an HTTP request."""
+        names = ("traceparent", "tracestate")
+        found = {name: headers[name.encode()].decode("latin-1") for name in names if name.encode() in headers}
+        return cls(found, _OPERATIONS.get(path, OTHER_OPERATION))
+
+
+ORIGIN: ContextVar[TraceOrigin | None] = ContextVar("trace_origin", default=None)
+"""That of the HTTP request that the current task works on, where requests are traced; None for those of Python."""
 
 
 @dataclass(frozen=True, slots=True)

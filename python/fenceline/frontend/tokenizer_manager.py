@@ -48,8 +48,9 @@ from fenceline.frontend.request_prepare import (
     num_placeholders,
 )
 from fenceline.frontend.request_stream import RequestStream, StreamGroup
-from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable
+from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable, RequestTrace
 from fenceline.frontend.request_types import (
+    ORIGIN,
     TURN_REQUESTS,
     GenerateChunk,
     GenerateInput,
@@ -64,6 +65,7 @@ from fenceline.frontend.request_types import (
 from fenceline.frontend.scheduler_link import SchedulerLink
 from fenceline.frontend.tokenize_pool import TokenizePool
 from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.frontend.tracing import RequestTracer
 from fenceline.images.image_input import ImageInput, expand_placeholders
 from fenceline.images.positions import position_delta
 from fenceline.ipc.io_struct import (
@@ -78,6 +80,7 @@ from fenceline.ipc.io_struct import (
     Message,
     SchedulerReady,
     ShutdownReq,
+    StagesReport,
     StatsReport,
     TickReq,
     TokenizedGenerateReq,
@@ -115,6 +118,7 @@ class TokenizerManager:
         self._link = link
         self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
         self._log = RequestLog(config)
+        self._tracer = None if config.traces is None else RequestTracer(config.traces, config)
         self._num_bodies = 0  # that had several prompts or samples
         self._preparing: set[str] = set()  # ids of requests between submit_many and the table
         self._preparations: set[_Preparation] = set()  # the calls of submit_many that they are in
@@ -189,6 +193,8 @@ class TokenizerManager:
                 self._aborted(inp.rid) if inp.rid in aborted else self._start(inp, message, num_pixel_bytes)
                 for inp, message, num_pixel_bytes in zip(inputs, messages, _pixel_bytes(images), strict=True)
             ]
+            if self._tracer is not None:
+                self._trace(inputs)
         return StreamGroup(streams)
 
     # A body may have thousands of prompts, so both methods let other tasks run from time to time. The samples of a
@@ -442,6 +448,13 @@ class TokenizerManager:
         self._log.received(inp, message)
         return stream
 
+    def _trace(self, inputs: Sequence[GenerateInput]) -> None:
+        """Have the requests that have just been started traced."""
+        origin, num_samples = ORIGIN.get(), Counter(inp.family or inp.rid for inp in inputs)
+        for inp in inputs:
+            if (entry := self._table.get(inp.rid)) is not None:
+                entry.trace = RequestTrace(origin, inp.sampling_params, num_samples[inp.family or inp.rid])
+
     def _aborted(self, rid: str) -> RequestStream:
         """The stream of a request that was aborted before it was sent."""
         stream = RequestStream(rid, (), lambda _: None)
@@ -488,6 +501,8 @@ class TokenizerManager:
         self._link.send(AbortReq(rid=entry.wire_rid))
         self.metrics.abandoned()
         self._log.abandoned(entry)
+        if self._tracer is not None:
+            self._tracer.ended(entry, None, time.perf_counter())
         self._note_idle()
 
     def _require_serving(self) -> SchedulerReady:
@@ -520,6 +535,8 @@ class TokenizerManager:
                     self._deliver(token, "", message.replica)
             case ControlReply():
                 self.control.resolve(message)
+            case StagesReport():
+                self._table.note_stages(message)
             case StatsReport():
                 self.metrics.report(message.state, message.replica)
             case SchedulerReady():
@@ -540,6 +557,8 @@ class TokenizerManager:
             self._log.finished(entry, token)
             self._note_idle()
         entry.stream.push(entry.chunk(token, text, now))
+        if self._tracer is not None and token.finish_reason is not None:
+            self._tracer.ended(entry, token.finish_reason, now)
 
     # --- control
 
@@ -666,6 +685,8 @@ class TokenizerManager:
         self._images.close()
         if self._pool is not None:
             self._pool.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _note_idle(self) -> None:
         if not len(self._table):

@@ -443,6 +443,24 @@ class ControlReply(Message):
     replica: int = 0
 
 
+class Stage(msgspec.Struct, array_like=True):
+    """Something that a request went through in the scheduler: ``queue``, ``retraction`` (until it ran again),
+    ``load_storage`` and ``load_host`` of ``num_tokens``. Times are ``time.perf_counter()``, which the processes of a
+    host share."""
+
+    name: str
+    start: float
+    end: float = 0.0
+    num_tokens: int = 0
+
+
+class StagesReport(Message):
+    """Stages of a request that are over, where requests are traced; sent before the tokens that follow them."""
+
+    rid: str
+    stages: list[Stage]
+
+
 class StatsReport(Message):
     """Sent about once a second while there is something to tell, for /metrics."""
 
@@ -486,7 +504,7 @@ SchedulerInput = (
     | ShutdownReq
 )
 DetokenizerInput = BatchTokenOut | SchedulerReady | ShutdownReq
-TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StatsReport | SchedulerReady | FatalError
+TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StagesReport | StatsReport | SchedulerReady | FatalError
 
 
 def _bytes_of(value: object) -> memoryview:
@@ -511,7 +529,14 @@ def decoder(messages: Any) -> msgspec.msgpack.Decoder[Any]:
 # Encodes messages, and what contains them.
 ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
 _DECODER = decoder(
-    SchedulerInput | BatchTokenOut | BatchStrOut | ControlReply | StatsReport | SchedulerReady | FatalError
+    SchedulerInput
+    | BatchTokenOut
+    | BatchStrOut
+    | ControlReply
+    | StagesReport
+    | StatsReport
+    | SchedulerReady
+    | FatalError
 )
 # What each of the three inboxes takes.
 SCHEDULER_DECODER = decoder(SchedulerInput)

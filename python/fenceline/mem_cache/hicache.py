@@ -7,6 +7,7 @@ here waits for the device: the stream that accesses a page next waits for the tr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -494,6 +495,7 @@ class StorageTier:
         self._host_pages.retire(spare, op.after)
 
     def _end(self, op: Prefetch) -> None:
+        op.ended_at = time.perf_counter()
         wanted = self._wanted.pop(op.handle)
         unused = op.host_pages[wanted.num_settled :]
         self._host_pages.retire(unused, op.after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from fenceline.ipc.io_struct import (
     DecodeInfo,
     FinishReason,
     SpecCounts,
+    Stage,
     TokenizedGenerateReq,
     TokenPairs,
 )
@@ -142,6 +144,8 @@ class Req:
     # Seconds of the statistics' clock. No decision depends on it, nor on queue_time_s.
     arrived_at: float = 0.0
     queue_time_s: float | None = None  # from its arrival to its first step
+    stages: list[Stage] | None = None  # that begin with its admission; None if requests are not traced
+    queued_since: float = 0.0  # of the same clock: since when it waits, 0 once it runs
 
     # Memory, while admitted
     row: int = 0
@@ -282,4 +286,6 @@ class Req:
             output_log=self.output_log,
             arrived_at=self.arrived_at,
             queue_time_s=self.queue_time_s,
+            stages=self.stages,
+            queued_since=time.perf_counter(),
         )

@@ -7,6 +7,7 @@ still read the pages and write the row. The tree gets only whole pages of publis
 from __future__ import annotations
 
 import operator
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.ipc.io_struct import CachedTokensDetails
+from fenceline.ipc.io_struct import CachedTokensDetails, Stage
 from fenceline.mem_cache.hicache import HiCache, OffloadedTail, StorageTier
 from fenceline.mem_cache.image_keys import ImageKeys
 from fenceline.mem_cache.kv_events import KVEventLog
@@ -187,7 +188,10 @@ class RequestMemory:
         if op is None or self._storage is None:
             return 0
         self._storage.cancel(op)
-        return op.num_fetched * self.page_size
+        num_tokens = op.num_fetched * self.page_size
+        if req.stages is not None and num_tokens:
+            req.stages.append(Stage("load_storage", req.arrived_at, op.ended_at or time.perf_counter(), num_tokens))
+        return num_tokens
 
     @property
     def _storage(self) -> StorageTier | None:
@@ -230,6 +234,8 @@ class RequestMemory:
         match = prefix.match
         req.fork_len = self.states.fork(req, match)
         loaded = self._begin_load(match)
+        if req.stages is not None and len(loaded):
+            req.stages.append(Stage("load_host", 0.0, 0.0, len(loaded) * self.page_size))  # the launch adds the time
         num_new = self.num_pages_for(req.num_tokens) - len(match.pages) - len(loaded)
         pages, after = self._alloc(num_new)
         if req.tail is not None:

@@ -117,7 +117,8 @@ class Scheduler:
         self.population = Population(
             self.reqs, self.memory, self.running, self.waiting, self.recorder, offloads=offloads
         )
-        self.stats = SchedulerStats(self.memory, worker, args.decode_log_interval)
+        trace = None if config.traces is None else outbox.to_tokenizer
+        self.stats = SchedulerStats(self.memory, worker, args.decode_log_interval, trace)
         self.planner = StepPlanner(config, self.population, self.stats, shapes, worker.step_costs)
         self.grammars = GrammarStore(config.model.eos_token_ids, decides=ranks is None)
         self.masks = MaskedSteps(self.grammars, self.population, self.recorder)
@@ -183,6 +184,7 @@ class Scheduler:
         if ended:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
+            self.stats.loaded(ended.transfers)
         if prev is not None and (ended.results_arrived or self.speculates_under_masks):
             # The results are there already (first tokens need not wait for the launch), or the next step's masks
             # depend on them.

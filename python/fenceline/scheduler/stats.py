@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
+from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, Stage, StagesReport, TransferState
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.storage.backend import StorageStats
 from fenceline.mem_cache.storage.controller import StorageTierStats
-from fenceline.mem_cache.transfer import TransferKind
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.step import Worker
 from fenceline.scheduler.prefill import PrefillPlan
@@ -31,7 +31,16 @@ _NO_STORAGE = StorageTierStats(backend=StorageStats())
 class SchedulerStats:
     """Counts what happens. The clock is read only for rates, reports and waiting times; no decision depends on it."""
 
-    def __init__(self, memory: RequestMemory, worker: Worker, decode_log_interval: int) -> None:
+    def __init__(
+        self,
+        memory: RequestMemory,
+        worker: Worker,
+        decode_log_interval: int,
+        trace: Callable[[StagesReport], None] | None = None,
+    ) -> None:
+        """``trace`` is told the stages of requests; None if they are not traced."""
+        self._trace = trace
+        self._loads: dict[Ticket, list[tuple[str, Stage]]] = {}  # that have not ended, with their requests
         self._memory = memory
         self._memory_bytes = worker.memory_bytes
         self._graphs = worker.graph_stats
@@ -74,7 +83,9 @@ class SchedulerStats:
 
     def arrived(self, req: Req) -> None:
         self.num_prompt_tokens += len(req.prompt_ids)
-        req.arrived_at = time.perf_counter()
+        req.arrived_at = req.queued_since = time.perf_counter()
+        if self._trace is not None:
+            req.stages = []
 
     def verified(self, req: Req, num_accepted: int, num_drafts: int) -> None:
         """A decode step of ``req`` verified ``num_drafts`` draft tokens and accepted ``num_accepted`` of them."""
@@ -103,6 +114,8 @@ class SchedulerStats:
         for req in plan.reqs:
             if req.queue_time_s is None:
                 req.queue_time_s = now - req.arrived_at
+            if self._trace is not None and req.stages is not None:
+                self._tell_stages(self._trace, req, req.stages, plan.batch.loads, now)
         if not self._decode_log_interval or not logger.isEnabledFor(logging.INFO):
             return
         if not self._unlogged:
@@ -123,6 +136,34 @@ class SchedulerStats:
         )
         self._unlogged.clear()
         self._last_computed, self._last_cached = self.num_computed_prompt_tokens, self.num_cached_tokens
+
+    def _tell_stages(
+        self, trace: Callable[[StagesReport], None], req: Req, begun: list[Stage], loads: Sequence[Ticket], now: float
+    ) -> None:
+        """``req`` is in a prefill step, which has been launched and waits for ``loads``."""
+        over: list[Stage] = []
+        if req.queued_since:
+            over.append(Stage("retraction" if req.num_retractions else "queue", req.queued_since, now))
+            req.queued_since = 0.0
+        for stage in begun:
+            if stage.start:
+                over.append(stage)
+                continue
+            stage.start = now
+            for ticket in loads:
+                self._loads.setdefault(ticket, []).append((req.rid, stage))
+        begun.clear()
+        if over:
+            trace(StagesReport(rid=req.rid, stages=over))
+
+    def loaded(self, tickets: Sequence[Ticket]) -> None:
+        """The transfers ``tickets`` have ended."""
+        if self._trace is not None and self._loads:
+            now = time.perf_counter()
+            for ticket in tickets:
+                for rid, stage in self._loads.pop(ticket, ()):
+                    stage.end = now
+                    self._trace(StagesReport(rid=rid, stages=[stage]))
 
     def decode(self, depth: int) -> bool:
         """A decode step with a draft of ``depth`` was planned. Returns whether :meth:`log_decode` is due, which is the

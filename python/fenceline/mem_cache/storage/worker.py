@@ -60,8 +60,8 @@ class Prefetch:
     """
 
     __slots__ = (
-        "after", "cancelled", "ends", "handle", "host_pages", "keys", "num_fetched", "num_found", "outcome", "state",
-        "timed_out",
+        "after", "cancelled", "ended_at", "ends", "handle", "host_pages", "keys", "num_fetched", "num_found", "outcome",
+        "state", "timed_out",
     )  # fmt: skip
 
     def __init__(self, handle: int, keys: Sequence[PageKey], ends: Sequence[int] | None = None) -> None:
@@ -77,6 +77,7 @@ class Prefetch:
         self.host_pages: I32 = np.empty(0, dtype=np.int32)  # set by ``fetch``, like ``after``
         self.after = Points.none()
         self.cancelled = False  # the only changing field that a worker reads; it does so between batches
+        self.ended_at = 0.0  # ``time.perf_counter()`` when its end was noticed; no decision depends on it
 
     @property
     def over(self) -> bool:

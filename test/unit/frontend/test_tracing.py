@@ -1,0 +1,228 @@
+"""Traces of requests: the spans that a collector gets, over HTTP and gRPC, and what happens without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+
+import grpc
+import pytest
+from frontend_bench import demo_config
+from live_server import unused_port
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
+from trace_collector import Collector
+
+from fenceline.config import ConfigError
+from fenceline.config.server_args import ServerArgs
+from fenceline.config.traces import TracesConfig, traces_config
+from fenceline.frontend.request_stream import RequestStream
+from fenceline.frontend.request_table import RequestEntry, RequestTrace
+from fenceline.frontend.request_types import TraceOrigin
+from fenceline.frontend.tracing import RequestTracer
+from fenceline.ipc.io_struct import FinishReason, Stage
+from fenceline.sampling.sampling_params import SamplingParams
+
+PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are sent soon."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+def entry(created: float, origin: TraceOrigin | None = None, **known: float) -> RequestEntry:
+    """A request of which 40 prompt tokens were computed from 1 s on, the first of 5 tokens 2 s after its arrival."""
+    stages = [Stage("queue", created, created + 1.0), Stage("load_host", created + 1.0, created + 1.25, 32)]
+    made = RequestEntry("r1", "", "r1", RequestStream("r1", (), lambda _: None), 40, 0, created=created)
+    made.queue_time_s, made.completion_tokens, made.cached_tokens = 1.0, 5, 32
+    made.first_token, made.last_token = created + 2.0, created + 3.0
+    made.trace = RequestTrace(origin, SamplingParams(temperature=0.5, max_new_tokens=64, top_p=0.9), 2, stages)
+    for name, value in known.items():
+        setattr(made, name, value)
+    return made
+
+
+def origin(path: str = "/v1/chat/completions", flags: str = "01") -> TraceOrigin:
+    parent = f"00-{PARENT[0]}-{PARENT[1]}-{flags}"
+    return TraceOrigin.of(path, {b"traceparent": parent.encode(), b"tracestate": b"a=b", b"host": b"x"})
+
+
+def tracer(url: str, protocol: str = "http/protobuf") -> RequestTracer:
+    return RequestTracer(TracesConfig(endpoint=url, protocol=protocol), demo_config())
+
+
+def test_a_request_is_a_span_with_its_stages_below(collector: Collector) -> None:
+    """Under the parent that the client names, with the attributes' current names and the older ones."""
+    traces, now = tracer(collector.url), time.perf_counter()
+    traces.ended(entry(now - 4.0, origin()), FinishReason(type="length", length=5), now - 1.0)
+    root, stages = collector.trace(PARENT[0])
+    traces.close()
+    assert (root.parent_id, root.kind, root.service) == (PARENT[1], 2, "fenceline")  # SERVER
+    assert root.end - root.start == pytest.approx(3.0, abs=1e-3) and root.end == pytest.approx(time.time() - 1, abs=5)
+    model = demo_config().served_model_name
+    assert root.attributes == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "fenceline",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": "r1",
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": 40,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 32,
+        "gen_ai.request.max_tokens": 64,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.id": "r1",
+        "gen_ai.request.n": 2,
+        "gen_ai.usage.prompt_tokens": 40,
+        "gen_ai.usage.completion_tokens": 5,
+        "gen_ai.usage.cached_tokens": 32,
+        "gen_ai.latency.e2e": pytest.approx(3.0),
+        "gen_ai.latency.time_in_queue": 1.0,
+        "gen_ai.latency.time_to_first_token": pytest.approx(2.0),
+        "gen_ai.latency.time_in_model_prefill": pytest.approx(1.0),
+        "gen_ai.latency.time_in_model_decode": pytest.approx(1.0),
+        "gen_ai.latency.time_in_model_inference": pytest.approx(2.0),
+    }
+    spans = {name: (span.start - root.start, span.end - root.start) for name, span in stages.items()}
+    expected = {"queue": (0, 1), "load_host": (1, 1.25), "prefill": (1, 2), "decode": (2, 3)}
+    assert spans == {name: pytest.approx(times, abs=1e-3) for name, times in expected.items()}
+    assert stages["load_host"].attributes == {"fenceline.num_tokens": 32}
+
+
+def test_errors_and_clients_that_leave_are_told(collector: Collector) -> None:
+    """The one has never begun, the other is of no HTTP request and a trace of its own."""
+    traces, now = tracer(collector.url), time.perf_counter()
+    never = entry(now - 1.0, origin("/generate"), first_token=0.0, last_token=0.0, completion_tokens=0)
+    assert never.trace is not None
+    never.trace.stages.clear()
+    never.queue_time_s = None
+    traces.ended(never, FinishReason(type="abort", message="too late", status_code=503), now)
+    root, stages = collector.trace(PARENT[0])
+    assert (root.status, stages) == ((2, "too late"), {})
+    assert root.attributes["error.type"] == "503" and root.attributes["gen_ai.operation.name"] == "text_completion"
+    traces.ended(entry(now - 4.0), None, now)
+    spans = collector.wait(lambda spans: sum(span.name == "llm_request" for span in spans) == 2)
+    [left] = [span for span in spans if span.name == "llm_request" and span.trace_id != PARENT[0]]
+    assert (left.parent_id, left.status) == ("", (0, ""))
+    assert left.attributes["gen_ai.response.finish_reasons"] == ["abort"]
+    traces.close()
+
+
+def test_what_the_parent_does_not_sample_is_not_sent(collector: Collector) -> None:
+    traces, now = tracer(collector.url), time.perf_counter()
+    traces.ended(entry(now - 4.0, origin(flags="00")), FinishReason(type="stop"), now)
+    traces.ended(entry(now - 4.0), FinishReason(type="stop"), now)
+    spans = collector.wait(lambda spans: any(span.name == "llm_request" for span in spans))
+    traces.close()
+    assert PARENT[0] not in {span.trace_id for span in spans}
+
+
+def test_traces_go_by_grpc_too(collector: Collector) -> None:
+    """The collector's other door, behind which is the same service."""
+
+    def export(request: service.ExportTraceServiceRequest, _: object) -> service.ExportTraceServiceResponse:
+        collector.add(request)
+        return service.ExportTraceServiceResponse()
+
+    method = grpc.unary_unary_rpc_method_handler(
+        export, service.ExportTraceServiceRequest.FromString, service.ExportTraceServiceResponse.SerializeToString
+    )
+    door = grpc.server(ThreadPoolExecutor(1))
+    name = "opentelemetry.proto.collector.trace.v1.TraceService"
+    door.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Export": method}),))
+    port = door.add_insecure_port("127.0.0.1:0")
+    door.start()
+    try:
+        traces, now = tracer(f"http://127.0.0.1:{port}", "grpc"), time.perf_counter()
+        traces.ended(entry(now - 4.0, origin()), FinishReason(type="stop"), now)
+        root, _ = collector.trace(PARENT[0])
+        assert root.name == "llm_request"
+        traces.close()
+    finally:
+        door.stop(0)
+
+
+def test_a_dead_collector_costs_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request waits for it, and what is kept for it is bounded."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "16")
+    url = f"http://127.0.0.1:{unused_port()}/v1/traces"
+    with caplog.at_level(logging.INFO):
+        traces, now = tracer(url), time.perf_counter()
+        for _ in range(200):
+            traces.ended(entry(now - 4.0), FinishReason(type="stop"), now)
+        deadline = time.monotonic() + 60
+        while not any("does not answer" in line for line in caplog.messages) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(200):
+            traces.ended(entry(now - 4.0), FinishReason(type="stop"), now)
+        begin = time.monotonic()
+        traces.close()
+        assert time.monotonic() - begin < 10
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lines == [f"The collector of traces at {url} does not answer: spans are dropped"]
+
+
+def args(endpoint: str | None = None, enable_trace: bool = False) -> ServerArgs:
+    return ServerArgs(model_path="demo", otlp_traces_endpoint=endpoint, enable_trace=enable_trace)
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "expected"),
+    [
+        ("http://host:4317", None, ("http://host:4317", "grpc")),
+        ("grpc://host:4317", None, ("http://host:4317", "grpc")),
+        ("host:4317", None, ("http://host:4317", "grpc")),
+        ("http://host:4318", None, ("http://host:4318/v1/traces", "http/protobuf")),
+        ("https://host/a/v1/traces", None, ("https://host/a/v1/traces", "http/protobuf")),
+        ("http://host:9000", "http/protobuf", ("http://host:9000/v1/traces", "http/protobuf")),
+        ("http://host:4318", "grpc", ("http://host:4318", "grpc")),
+    ],
+)
+def test_the_protocol_follows_from_url_or_environment(
+    given: str, variable: str | None, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", variable)
+    config = traces_config(args(given))
+    assert config is not None and (config.endpoint, config.protocol) == expected
+
+
+def test_enable_trace_is_sglangs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traces_config(args()) is None
+    assert traces_config(args(enable_trace=True)) == TracesConfig(endpoint="http://localhost:4317", protocol="grpc")
+    both = traces_config(args("http://host:4318", enable_trace=True))
+    assert both is not None and both.endpoint == "http://host:4318/v1/traces"
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint unix:///x: give the URL of a collector"):
+        traces_config(args("unix:///x"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL=http/json: use one of grpc, http/protobuf"):
+        traces_config(args(enable_trace=True))
+
+
+def test_without_the_packages_the_remedy_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> ModuleSpec | None:
+        if name.startswith("opentelemetry.sdk"):
+            raise ModuleNotFoundError(name)
+        return found(name, package)
+
+    monkeypatch.setattr("fenceline.config.traces.find_spec", without)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'fenceline\[otlp\]'$"):
+        traces_config(args("http://host:4317"))
