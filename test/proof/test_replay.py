@@ -32,6 +32,7 @@ SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
 NAMES = [  # recordings hold no weights; some of pictures speculate
     name for name in SCRIPTED if name not in ("growth", "new_weights", "pictures", *TIERED, *SPECULATIVE)
 ]
+MIXED = NAMES[::2]  # run with prompts and decoding in one step
 
 
 class RecordedLoop(Loop):
@@ -65,8 +66,11 @@ def edited(path: Path, **changes: Any) -> Path:
 
 def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
     """With prompts even the tokens are the recorded ones."""
+    num_mixed = 0
     for name in NAMES:
-        loop = run(name, flight_recorder_prompts=True, disable_cuda_graph=True)
+        flags = {"enable_mixed_chunk": name in MIXED}
+        loop = run(name, flight_recorder_prompts=True, disable_cuda_graph=True, **flags)
+        num_mixed += loop.scheduler.stats.num_mixed_steps
         recording = read_recording(dump(loop, tmp_path))
         assert recording.problems == () and recording.page_table == {} and not recording.wrapped
         assert len(recording.steps) == len(loop.taken) > 5
@@ -80,11 +84,12 @@ def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
             for found, expected in zip(step.batch.chunks, taken.batch.chunks, strict=True):
                 for column in ("token_ids", "out_slots"):
                     assert getattr(found, column).tolist() == getattr(expected, column).tolist()
+    assert num_mixed > 10
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_ring_starts_in_the_middle(name: str, tmp_path: Path) -> None:
-    loop = run(name, flight_recorder_steps=6)
+    loop = run(name, flight_recorder_steps=6, enable_mixed_chunk=name in MIXED)
     recording = read_recording(dump(loop, tmp_path))
     assert recording.wrapped and len(recording.steps) == 6 < len(loop.taken)
     assert recording.problems == ()

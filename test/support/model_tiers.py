@@ -45,9 +45,15 @@ class Tiers:
         return self.launch(row, tokens, pages, prefix_len, loads).wait()
 
     def launch(
-        self, row: int, tokens: np.ndarray, pages: list[int], prefix_len: int = 0, loads: tuple[Ticket, ...] = ()
+        self,
+        row: int,
+        tokens: np.ndarray,
+        pages: list[int],
+        prefix_len: int = 0,
+        loads: tuple[Ticket, ...] = (),
+        decodes: StepBatch | None = None,
     ) -> ForwardResult:
-        """Like :meth:`extend`, but without waiting, so that the step is in flight."""
+        """Like :meth:`extend`, but without waiting, so that the step is in flight; with the rows of ``decodes``."""
         positions = np.arange(prefix_len, len(tokens))
         sampling = ReqSampling(GREEDY, 1, row, len(tokens), (0,), True, 2)
         slots = np.array(pages, np.int64)[positions // PAGE] * PAGE + positions % PAGE
@@ -55,9 +61,8 @@ class Tiers:
         num = -(-len(tokens) // PAGE)
         rows = np.full(num, row, np.int64)
         writes = PageWrites(rows, np.arange(num, dtype=np.int64), ids(pages[:num]))
-        return self.runner.launch(
-            StepBatch.of_chunks([row], [prefix_len], [chunk], [sampling], writes, Points.none(), loads)
-        )
+        batch = StepBatch.of_chunks([row], [prefix_len], [chunk], [sampling], writes, Points.none(), loads)
+        return self.runner.launch(batch if decodes is None else batch.beside(decodes))
 
     def decode_batch(self, row: int, seq_len: int, composition: int) -> StepBatch:
         sampling = ReqSampling(GREEDY, 1, row, seq_len, (0,), False, 0)

@@ -82,6 +82,7 @@ def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object]
         **_origin(reason),
         "pid": os.getpid(),
         "config": recorder.config.public_dict(),
+        "step_costs": recorder.step_costs,
         "num_pages": memory.pages.size,
         "num_rows": memory.rows.size,
         "prompts_recorded": recorder.config.server_args.flight_recorder_prompts,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.storage.controller import Ack, Fetched, Found, Written
 from fenceline.memory_order import Point, Points
-from fenceline.model_executor.step import Chunk, Completions, PageWrites, StepBatch, StepOutput
+from fenceline.model_executor.step import Chunk, Completions, MixedCosts, PageWrites, StepBatch, StepCosts, StepOutput
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 
@@ -112,8 +112,16 @@ class FlightRecorder:
     """Records the last ``config.server_args.flight_recorder_steps`` steps of one scheduler; none if that is 0. ``reqs``
     are the scheduler's requests by id and ``memory`` is their memory; the recorder only reads both."""
 
-    def __init__(self, config: EngineConfig, memory: RequestMemory, reqs: Mapping[str, Req]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: RequestMemory,
+        reqs: Mapping[str, Req],
+        step_costs: StepCosts | MixedCosts | None = None,
+    ) -> None:
+        """``step_costs``: those by which the scheduler decides."""
         self.config = config
+        self.step_costs = step_costs
         self.memory = memory
         self.reqs = reqs
         self._steps: deque[_Raw] = deque(maxlen=config.server_args.flight_recorder_steps)

@@ -112,7 +112,7 @@ class Scheduler:
         holdings = Holdings.of(num_tokens, num_rows, args.page_size, num_spare)
         self.waiting = WaitingQueue(holdings, max_of_body(config.device))
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid, in order of arrival
-        self.recorder = FlightRecorder(config, self.memory, self.reqs)
+        self.recorder = FlightRecorder(config, self.memory, self.reqs, worker.step_costs)
         offloads = config.hicache is not None and args.retract_policy == "offload"
         self.population = Population(
             self.reqs, self.memory, self.running, self.waiting, self.recorder, offloads=offloads

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from model_tiers import PAGE, SHAPE, STORE, Tiers, hicache_runner, ids, prompt, through_the_host
 from trace_runner import make_runner
 
+from fenceline.layers.attention.cpu_backend import CpuAttentionBackend
+from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import OrderError, Points, open_device
 from fenceline.model_executor.model_runner import ModelRunner
@@ -98,6 +102,30 @@ def test_the_checker_sees_a_step_on_pages_whose_backup_runs() -> None:
     with pytest.raises(OrderError, match="WAR on kv_pool pages 1-2") as caught:
         tiers.extend(2, prompt(2, 2 * PAGE), [1, 2, 3])
     assert caught.value.edge == "forward_after_store"
+
+
+def test_the_checker_sees_what_is_decoded_beside_a_prompt() -> None:
+    """It reads the request's pages, whose backups may run, and writes that of its next token."""
+    tiers = Tiers(checked_runner("forward_after_store"))
+    tiers.extend(1, prompt(1, 2 * PAGE + 3), [1, 2, 3])
+    tiers.store([1, 2], [0, 1])
+    result = tiers.launch(2, prompt(2, PAGE), [5], decodes=tiers.decode_batch(1, 2 * PAGE + 4, 1))
+    assert len(result.wait().tokens) == 2
+    tiers.store([3], [2])
+    with pytest.raises(OrderError, match="WAR on kv_pool page 3") as caught:
+        tiers.launch(3, prompt(3, PAGE), [6], decodes=tiers.decode_batch(1, 2 * PAGE + 5, 2))
+    assert caught.value.edge == "forward_after_store"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_mixed_step_holds_the_sms_as_decode_does(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the attention of decode is persistent, a step with prompts keeps apart from backups if it is mixed."""
+    monkeypatch.setattr(CpuAttentionBackend, "persistent", lambda self, mode: mode is ForwardMode.DECODE)
+    tiers = Tiers(checked_runner("sm_exclusive", hicache_io_backend="kernel", enable_mixed_chunk=mixed))
+    with pytest.raises(OrderError, match="exclusive on resource sm") if mixed else nullcontext():
+        tiers.extend(1, prompt(1, PAGE), [1])
+        tiers.store([1], [0])
+        tiers.launch(2, prompt(2, PAGE), [3])
 
 
 @pytest.mark.parametrize("first", ["backup", "step"])
