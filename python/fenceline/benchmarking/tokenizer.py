@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from fenceline.benchmarking.records import Message
+from fenceline.config.gguf_file import is_gguf
+from fenceline.frontend.tokenizer import gguf_for_transformers
 
 # Tokens are only counted here, so transformers should not warn about texts longer than the model's context.
 _NO_LIMIT = 10**30
@@ -29,9 +31,11 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer of a local directory or hub id. Raises ValueError with the remedy if that fails."""
+    """Load the tokenizer of a local directory, GGUF file or hub id. Raises ValueError with the remedy if that fails."""
     from transformers import PreTrainedTokenizerFast
 
+    if is_gguf(Path(name)):
+        return cast(Tokenizer, gguf_for_transformers(name, model_max_length=_NO_LIMIT))
     try:
         if not Path(name).is_dir() or (Path(name) / "tokenizer.json").is_file():
             # The fast class alone does not import torch; AutoTokenizer does, which costs seconds.

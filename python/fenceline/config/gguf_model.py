@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "p
 _AROUND = {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 # Tensors of angles, which go into config.json, and those that old conversions have and nobody needs.
 _ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_MOST_EXPERTS = 10_000  # far beyond any model
 _NOT_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.(?P<inside>.+)|(?P<outside>[a-z_]+))\.(?P<kind>weight|bias)")
 
@@ -141,7 +143,7 @@ class GGUFModel:
             raise ConfigError(
                 f"{self.path}: its metadata {state} {self.name}.{key}; download another conversion of the model"
             )
-        return value
+        return _as_written(value) if isinstance(value, float) and abs(value) < 1e38 else value
 
     def count(self, key: str, default: int | None = None) -> int:
         return int(self.number(key, default))
@@ -160,7 +162,13 @@ class GGUFModel:
 
     @property
     def num_layers(self) -> int:
-        return self.count("block_count") - self.count("nextn_predict_layers", 0)
+        layers = self.count("block_count") - self.count("nextn_predict_layers", 0)
+        if not 1 <= layers <= len(self.tensors):
+            raise ConfigError(
+                f"{self.path}: {self.name}.block_count announces {layers} layers, the file has {len(self.tensors)}"
+                " tensors; download it again"
+            )
+        return layers
 
     @property
     def head_dim(self) -> int:
@@ -278,8 +286,8 @@ class GGUFModel:
         stem = f"model.layers.{layer}.{ours}" if layer else ours
         suffix = "" if inside == "exp_probs_b" else f".{found['kind']}"
         if "{}" in stem:
-            if len(shape) != 3:
-                raise ConfigError(f"{self.path}: tensor {name} has shape {list(shape)}, experts have three dimensions")
+            if len(shape) != 3 or shape[0] > _MOST_EXPERTS:
+                raise ConfigError(f"{self.path}: tensor {name} has shape {list(shape)}, which is none of experts")
             for expert in range(shape[0]):
                 yield stem.format(expert) + suffix, StoredPiece(tensor, shape[1:], expert)
             return
@@ -292,6 +300,12 @@ class GGUFModel:
             shape = (1, *shape)
         minus = 1.0 if self.family.plus_one and ours.endswith("norm") else 0.0
         yield stem + suffix, StoredPiece(tensor, shape, None, heads, minus)
+
+
+def _as_written(value: float) -> float:
+    """The number with the fewest digits that is ``value`` in float32: 1e-6 for 9.999999974752427e-07."""
+    shorter = (float(f"{value:.{digits}g}") for digits in range(1, 9))
+    return next((each for each in shorter if struct.pack("f", each) == struct.pack("f", value)), value)
 
 
 _FLOAT32 = 6

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -22,6 +23,7 @@ from starlette.types import Message
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.gguf_file import is_gguf
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_writers, stream_answers, thinking_end_id
@@ -40,6 +42,7 @@ from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.update_weights import UpdateFromDiskBody, answer_of, update_from_disk, update_from_tensors
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import RequestError, new_rid
+from fenceline.frontend.tokenizer import gguf_for_transformers
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 
 if TYPE_CHECKING:
@@ -256,6 +259,8 @@ class Engine:
         """The model's tokenizer as transformers has it. Raises ValueError if the engine runs without one."""
         if self.config.server_args.skip_tokenizer_init:
             raise ValueError("the engine was started with skip_tokenizer_init: it has no tokenizer")
+        if is_gguf(Path(self.config.tokenizer_path)):
+            return gguf_for_transformers(self.config.tokenizer_path)
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.config.tokenizer_path, local_files_only=True, trust_remote_code=False)

@@ -128,6 +128,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return Tokenizer(backend, specials, template)
 
 
+def gguf_for_transformers(path: str | Path, **options: object) -> Any:
+    """The tokenizer of a GGUF file as transformers has it, which does not read such files; ``options`` are its."""
+    from transformers import PreTrainedTokenizerFast
+
+    ours = load_tokenizer(path)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=ours.backend, chat_template=ours.chat_template, **ours.special_tokens, **options
+    )
+
+
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: str) -> None:
     """Raises ValueError with the remedy if ``tokenizer``, from ``folder``, belongs to a model of another vocabulary
     than one of ``vocab_size`` tokens. Models may have rows that no token uses, and tokenizers a few tokens that only a

@@ -14,11 +14,12 @@ from gguf_files import Type, quantised, round_checkpoint, tokenizer_metadata, wr
 from model_parity import PagedModel, reference_logits, save_checkpoint
 
 import fenceline
+from fenceline.benchmarking.tokenizer import count_tokens, load_tokenizer
 from fenceline.config import ConfigError
 from fenceline.config.gguf_file import TENSOR_TYPES
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import demo_model_path, model_directory
-from fenceline.config.weight_headers import read_headers
+from fenceline.config.weight_headers import check_headers, read_headers
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.models.gguf_weights import dequantised
 
@@ -143,9 +144,21 @@ def test_the_engine_serves_a_file_as_it_serves_the_folder(demo: tuple[Path, Path
                 ["Q: What is 5 + 8?\nA:", "Q: copy abc\nA:"], {"temperature": 0, "max_new_tokens": 12}
             )
             chat = engine.chat(question, temperature=0, max_tokens=12)
+            words = engine.get_tokenizer().apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+            assert words == "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+            assert count_tokens(load_tokenizer(str(path)), words) == chat["usage"]["prompt_tokens"]
             answers.append(([each["output_ids"] for each in text], chat["choices"][0]["message"]["content"]))
     assert answers[0] == answers[1]
     assert "42" in answers[1][1]
+
+
+def test_a_file_replaces_the_weights_of_a_folder(demo: tuple[Path, Path]) -> None:
+    folder, path = demo
+    assert ModelConfig.from_dir(str(path)).rms_norm_eps == 1e-6
+    with fenceline.Engine(str(folder), load_format="dummy", log_level="warning", max_total_tokens=512) as engine:
+        engine.update_weights_from_disk(str(path))
+        text = engine.generate("Q: What is 5 + 8?\nA:", {"temperature": 0, "stop": "\n"})["text"]
+    assert text.strip() == "13"
 
 
 # --- what is refused
@@ -201,13 +214,13 @@ def test_a_hostile_header_allocates_nothing(whole_file: bytes, tmp_path: Path) -
 
 def test_random_bytes_in_a_header_are_refused_or_harmless(whole_file: bytes, tmp_path: Path) -> None:
     path, random = tmp_path / "model.gguf", np.random.default_rng(3)
-    for _ in range(300):
+    for _ in range(400):
         changed = bytearray(whole_file)
         at = int(random.integers(0, 3000))
         changed[at : at + 4] = random.bytes(4)
         path.write_bytes(changed)
         try:
-            ModelConfig.from_dir(str(path))
+            check_headers(ModelConfig.from_dir(str(path)), read_headers([path]))
         except ConfigError as error:
             assert "\n" not in str(error)
 
@@ -229,6 +242,9 @@ def test_what_a_file_lacks_is_named(tmp_path: Path) -> None:
 
     assert "is of 'mamba'; of GGUF models these are read: llama, qwen2" in refusal(written("mamba"))
     assert "is a vision tower (mmproj), not a model" in refusal(written("clip"))
+    assert "llama.block_count announces 64 layers, the file has 2 tensors" in refusal(
+        written("llama", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    )
     assert "its metadata lacks llama.attention.head_count;" in refusal(written("llama", "embedding_length"))
     with pytest.raises(ConfigError, match=r"tensor blk\.0\.novel\.weight is not known for llama; give the original"):
         read_headers([path])
