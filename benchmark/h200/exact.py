@@ -418,6 +418,7 @@ def configurations(longest: int, token_bytes: int, on_cpu: bool, storage: str) -
             "eagle3_tree": f"{graphs} {tight} {eagle3} {tree}",
             "nextn": f"{tight} --speculative-algorithm NEXTN {kernel}",
             "mixed": f"{graphs} {tight} {kernel} {files} {first} --chunked-prefill-size 192 --enable-mixed-chunk",
+            "ngram": f"{graphs} {tight} --speculative-algorithm NGRAM {kernel} --retract-policy offload",
             "everything": f"{graphs} {tight} {eagle3} {kernel} {files} {first} --retract-policy offload",
             "replicas": f"{tight} --dp-size 2",
         }.items()

@@ -144,7 +144,7 @@ _GUARD_ARMS = (
     *_by_name(BoundsError.checker, sink="graphs"),
     *_by_name(TagError.checker, encoded_first="pictures", step_images="pictures", row_delta="pictures"),
     *_by_name(TagError.checker, ends_at_state="states", row_state="states", snapshot_after="states"),
-    *_by_name(TagError.checker, accepted_state="states", loaded_state="states"),
+    *_by_name(TagError.checker, accepted_state="states", loaded_state="states", row_tokens="speculation"),
     *_by_name(PeerError.checker, registered_graph="collectives"),
     *_by_name(HAPPENS_BEFORE, one_stream="collectives", peer_halves="collectives", peer_words="collectives"),
     Arm("startup_stop", "mixed", _by_report(r"it on default ")),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq, UpdateWeightsReq
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
@@ -67,6 +66,7 @@ EVENTS: dict[str, str] = {
     "several accepted drafts": "a step yields more than two tokens for a request",
     "accepted draft of a tree": "its nodes' rows are moved",
     "accepted draft of several layers": "each of which proposes one token",
+    "accepted draft without a model": "found in the request's own tokens",
     "drafts of another depth": "than those of the step before",
     "drafts under a window": "verified for a request that is longer than the window of some layers",
     "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
@@ -128,6 +128,7 @@ EVENTS: dict[str, str] = {
 # Rare ones that only runs with these flags show. None: of any value.
 _NEEDED: dict[str, dict[str, Flag | None]] = {
     "accepted draft of a tree": {"speculative_eagle_topk": None},
+    "accepted draft without a model": {"draft": "NGRAM"},
     "drafts under a window": {"draft": None, "model": "windows"},
     "a draft sees the next chunk's picture": {"draft": None, "model": PICTURES},
 }
@@ -276,13 +277,13 @@ class Watch:
     def _watch_speculation(self) -> None:
         scheduler, memory = self._scheduler, self._scheduler.memory
         self._rejected_pages: set[int] = set()
-        config = scheduler.config.speculative
+        config, draft = scheduler.config.speculative, scheduler.config.draft
         assert config is not None, "the engine speculates"
         self._depth: int | None = None  # of the latest step that was published
-        self._has_trees, self._has_several_layers = config.topk > 1, config.draft.lookahead > 1
+        self._has_trees, self._has_several_layers = config.topk > 1, draft is not None and draft.lookahead > 1
         windows = [window for window in scheduler.config.model.windows if window is not None]
         self._window = min(windows, default=None)
-        self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
+        self._is_behind, self._looks_up = draft is not None and draft.num_rows_behind > 0, draft is None
         around(scheduler.publisher, "publish_counted", before=self._counted)
         around(scheduler.publisher, "publish_tokens", before=self._yields)
         around(memory, "release", before=self._releases)
@@ -299,7 +300,8 @@ class Watch:
         longest = max(req.committed_len for req in reqs)
         self.note("drafts under a window", depth and self._window is not None and longest > self._window)
         self.note("drafts behind a picture", depth and any(req.images for req in reqs))
-        self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
+        self.note("draft behind", self._is_behind and 0 < depth < max(counts))
+        self.note("accepted draft without a model", max(counts) > 1 and self._looks_up)
 
     def _yields(self, req: Req, tokens: Sequence[int], *_: object) -> None:
         ends = (len(req.output_ids) + i >= req.max_new_tokens for i in range(1, len(tokens)))

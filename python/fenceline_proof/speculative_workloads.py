@@ -5,6 +5,7 @@ As in ``workloads``, each is a function of a seed, and small. ``draft`` is one o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -21,6 +22,24 @@ def without_drafts(flags: Flags) -> Flags:
     return {name: value for name, value in flags.items() if not name.startswith(others)}
 
 
+def looked_up(random: Random) -> Flags:
+    """No draft model: tokens are looked up in those of the request, which any target of ``tiny_model`` can do."""
+    flags: Flags = {"draft": "NGRAM", "speculative_adaptive": False, "speculative_num_steps": random.choice((1, 3, 5))}
+    return {**flags, "speculative_ngram_min_match_window_size": random.choice((1, 1, 2)), **_depths(random)}
+
+
+def _sometimes_looked_up(drafts: Callable[[Random], Flags]) -> Callable[[Random], Flags]:
+    """``drafts``, and in some runs :func:`looked_up`; the others stay as they are."""
+
+    def choose(random: Random) -> Flags:
+        own = Random()
+        own.setstate(random.getstate())
+        return looked_up(own) if own.random() < 0.15 else drafts(random)
+
+    return choose
+
+
+@_sometimes_looked_up
 def draft_flags(random: Random) -> Flags:
     """A draft, and how many tokens it proposes: in half of the runs another number in each step, in some trees."""
     draft = random.choice(DRAFTS)
@@ -33,6 +52,7 @@ def draft_flags(random: Random) -> Flags:
     return flags | _depths(random)
 
 
+@_sometimes_looked_up
 def chains_that_see(random: Random) -> Flags:
     """Drafts of the model with pictures, all of which see these; as often as not a whole model, which often agrees."""
     if random.random() < 0.4:
@@ -43,12 +63,14 @@ def chains_that_see(random: Random) -> Flags:
     return {"draft": draft, "speculative_num_steps": random.choice((1, 2, 3)), **_depths(random)}
 
 
+@_sometimes_looked_up
 def chains_of_models(random: Random) -> Flags:
     """A whole model as the draft, which any target of ``tiny_model`` has, and no trees, which need long windows."""
     num_steps = random.choice((1, 2, 3))
     return {"draft": random.choice(("NEAR", "ITSELF")), "speculative_num_steps": num_steps, **_depths(random)}
 
 
+@_sometimes_looked_up
 def chains_beside_states(random: Random) -> Flags:
     """Drafts of the model with recurrent layers, whose own layers all attend."""
     draft = random.choice(("EAGLE3", "NEXTN", "NEAR"))

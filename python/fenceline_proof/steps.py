@@ -50,7 +50,7 @@ _STATE_GRID = 4  # so that short prompts have states
 
 @lru_cache
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
-    args = dict(flags)
+    args: dict[str, Any] = dict(flags)
     # On the CPU alone attention has plans of its own, and rounds differently.
     plain = "" if args["device"] == "cpu" else REFERENCE
     backend = args.pop("attention_backend", plain)

@@ -153,10 +153,12 @@ def tiny_part(number: int) -> str:
 
 
 @lru_cache
-def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str]:
+def tiny_draft(name: str, model: str = PLAIN) -> tuple[str, str | None]:
     """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`. ``model``: its
     target; of the sparse one there are NEAR, ITSELF and NEXTN alone, of others but the plain one and that with pictures
     the first two, and of that with states NEXTN; it has those of the plain one too, whose layers all attend."""
+    if name == "NGRAM":  # no model
+        return name, None
     if model == "states" and name != "NEXTN":
         return tiny_draft(name)
     if name == "ITSELF":

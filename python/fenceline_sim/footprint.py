@@ -128,6 +128,8 @@ class Footprints:
         if accesses.position_deltas is not None:
             right_rows.append((accesses.position_deltas, True, rows[: len(batch.chunks)]))
             right_rows.append((accesses.position_deltas, False, rows[len(batch.chunks) :]))
+        if accesses.tokens is not None:
+            right_rows.append((accesses.tokens, True, rows))
         if accesses.embeddings is not None:
             read = [one.image_rows for one in batch.chunks if one.image_rows is not None]
             right_rows.append((accesses.embeddings, False, [row for part in read for row in part.tolist() if row]))

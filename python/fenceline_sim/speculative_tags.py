@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fenceline.config.draft_config import StepShape
+from fenceline.memory_order.edges import ROW_TOKENS
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import StepBatch
 from fenceline.speculative.kv_rows import KERNEL as MOVE
+from fenceline.speculative.token_lookup import LOOK_UP
 from fenceline_sim.accounts import GUESS, I64, Seq
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layout import Layout
@@ -48,7 +50,7 @@ class SpeculativeStep(Step):
         self._kind = "speculative step"
         self._shape = shape
         self._num_rows = shape.num_nodes
-        self._reads_hidden = runner.draft.parts.draft.hidden_size > 0
+        self._reads_hidden = runner.draft.first_row < 0
         self._layer_per_step = max(tags.shifts) > 1
         arena = runner.arena
         self._topk = runner.config.topk if shape.depth else 1
@@ -221,6 +223,20 @@ class SpeculativeStep(Step):
         if self._unread.get(part):
             self._not_read(op, self._unread[part][0], part)
 
+    def _check_looked_up(self, op: Operation) -> None:
+        """A request's row has its tokens, and -1 for those of images."""
+        assert self._tags.looked_up is not None, "rows have their tokens"
+        for index, seq in enumerate(self.seqs):
+            end, account = seq.account._root, seq.account
+            for place, right in enumerate(self._ends_of(index).tolist()):
+                token = int(_values(self._tags.looked_up)[seq.row, place])
+                of_image = any(image.offset <= place < image.end for image in account.images)
+                if token != -1 if of_image else self._tags.prefixes.then(end, token, account.name) != right:
+                    text = f"row {seq.row} has {token} in place of token {place} of {account.name}\n  read by"
+                    self._tags.report(op, "req_pool.tokens", text, ROW_TOKENS.name)
+                    return
+                end = right
+
     # --- states
 
     def state_parts(self, absorbs: bool) -> Mapping[int, StatePart]:
@@ -276,6 +292,8 @@ class SpeculativeStep(Step):
         self.declared = accessed, written
 
     def ran(self, op: Operation) -> None:
+        if op.label == LOOK_UP.name:
+            self._check_looked_up(op)
         if op.label != MOVE.name:
             super().ran(op)
             return

@@ -515,7 +515,7 @@ class Tags:
         num_layers = runner.model.config.num_attention_layers
         self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
         # The reads of images' embeddings in a step: by the target, then by each layer of a draft that sees them.
-        sees_images = runner.speculative is not None and runner.speculative.config.draft.sees_images
+        sees_images = (told := runner.parts.config.draft) is not None and told.sees_images
         of_draft = () if not sees_images else range(1, most + 1) if draft is not None else (0,)
         self._reads_ahead = (0, *of_draft)
         # How many tokens, its own among them, a query reads of each part; None: all in front of it.
@@ -530,6 +530,7 @@ class Tags:
         self.rows = Leases(gpu, req_pool.rows, self.add, whole)
         self.page_table, self.table_layout = memory_of(req_pool.page_table)
         self.last_tokens, self.last_layout = memory_of(req_pool.last_tokens)
+        self.looked_up = None if req_pool.tokens is None else memory_of(req_pool.tokens)
         self.images = None
         if runner.parts.embeddings is not None and req_pool.position_deltas is not None:
             pool_tag, _ = memory_of(runner.parts.embeddings.rows)
@@ -910,7 +911,7 @@ def _window(runner: ModelRunner, layer: int) -> int | None:
     num_layers, speculative = runner.model.config.num_attention_layers, runner.speculative
     if layer < num_layers:
         return runner.model.config.window(layer)
-    assert speculative is not None, "layers behind the target's are a draft's"
+    assert speculative is not None and speculative.config.draft is not None, "layers behind the target's are a draft's"
     return (
         None
         if speculative.draft.parts.draft.hidden_size > 0

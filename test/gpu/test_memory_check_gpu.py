@@ -46,6 +46,7 @@ def test_the_kernels_compute_what_their_references_do(name: str) -> None:
         {"max_total_tokens": 512, **TIER},
         {"max_total_tokens": 512, "hicache_io_backend": "direct", "hicache_write_policy": "write_back", **TIER},
         DRAFT,
+        {"max_total_tokens": 640, "speculative_algorithm": "NGRAM", **TIER},
         {"max_total_tokens": 640, "retract_policy": "offload", **TIER, **DRAFT},
         {"max_total_tokens": 640, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6, **TIER, **DRAFT},
     ],

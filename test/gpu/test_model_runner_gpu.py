@@ -84,8 +84,9 @@ DRAFT = {
         {"enable_deterministic_inference": True},
         DRAFT,
         DRAFT | {"speculative_eagle_topk": 4},
+        {"speculative_algorithm": "NGRAM"},
     ],
-    ids=["dense", "experts", "deterministic", "chains", "trees"],
+    ids=["dense", "experts", "deterministic", "chains", "trees", "looked up"],
 )
 def test_captured_graphs_keep_the_declared_order(
     flags: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

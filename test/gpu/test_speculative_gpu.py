@@ -14,6 +14,8 @@ from speculative_step_cases import (
     check_draws,
     check_hidden,
     check_keep,
+    check_kept_tokens,
+    check_look_up,
     check_place,
     check_proposal,
 )
@@ -173,6 +175,13 @@ def test_proposals_of_several_layers(size: int, num_pieces: int) -> None:
 def test_ends_of_chains(size: int, num_rows: int, accept_length: float | None) -> None:
     for has_all in (False, True):
         check_accept("cuda", size, num_rows, accept_length, has_all)
+
+
+@pytest.mark.parametrize("window", [(1, 12), (3, 5)])
+@pytest.mark.parametrize(("size", "num_rows", "longest"), [(1, 8, 131_072), (32, 16, 5000), (300, 2, 40)])
+def test_drafts_that_are_looked_up(size: int, num_rows: int, longest: int, window: tuple[int, int]) -> None:
+    check_look_up("cuda", size, num_rows, longest, *window)
+    check_kept_tokens("cuda", size, num_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -57,6 +57,7 @@ HARDLY_SEEN = {
     "new_weights",
     # What a draft computes changes no token, and the others are here without speculation.
     "kept_hidden",
+    "row_tokens",
     "whole_page",
     # Sums of several ranks, without an engine: their own tests show what comes out wrong.
     "registered_graph",

@@ -27,6 +27,7 @@ from fenceline_proof.random_depths import RandomDepths
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
+NGRAM = SpeculativeAlgorithm.NGRAM
 CONTEXT = 160
 # Each algorithm with its drafts. If the target is its own draft, it proposes exactly what the target draws.
 DRAFTS = [
@@ -36,6 +37,7 @@ DRAFTS = [
     (NEXTN, "mtp"),
     (STANDALONE, "near"),
     (STANDALONE, "target"),
+    (NGRAM, None),
 ]
 # Targets that have their draft as a layer behind their last: with latents, and with an indexer beside them.
 # The second has an indexer too, so that one is enough for most runs of the suite.
@@ -122,11 +124,11 @@ def make_driver(
         config = dataclasses.replace(config, prefill_attention_backend=prefill_backend)
     if algorithm is not None:
         directory = None if draft is None or (algorithm is NEXTN and draft == target) else str(models[draft])
-        speculative = SpeculativeConfig(
-            read_draft_config(algorithm, directory, model, None if token_map is None else str(token_map)),
-            num_steps,
-            simulated_accept_length,
-        )
+        window = (1, 12) if algorithm is NGRAM else None
+        told = None
+        if algorithm is not NGRAM:
+            told = read_draft_config(algorithm, directory, model, None if token_map is None else str(token_map))
+        speculative = SpeculativeConfig(told, num_steps, simulated_accept_length, match_window=window)
         speculative = dataclasses.replace(speculative, is_adaptive=measures_steps or depth_seed is not None)
         if topk > 1:
             speculative = dataclasses.replace(speculative, topk=topk, num_draft_tokens=num_draft_tokens or 8)

@@ -9,9 +9,11 @@ import torch
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
+from fenceline.layers.kernels.triton import token_lookup as lookup_triton
 from fenceline.sampling.draw_kernels import whole_vocabulary
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.speculative import step_kernels as step
+from fenceline.speculative import token_lookup as lookup
 from fenceline.speculative.draws import drawn_tokens
 
 Tensors = list[torch.Tensor]
@@ -178,3 +180,25 @@ def check_draws(device: str, size: int, num_known: int, vocab_size: int, dtype: 
         inputs = sample_triton.DrawInputs(*draws, None, None, token_ids, 1, 5)
         tokens = drawn_tokens(Pieces(*sample_triton.launch_pieces(bad, inputs)))
         assert tokens[0] == -1 and torch.equal(tokens[1:], expected[1:]), value
+
+
+def check_look_up(device: str, size: int, num_rows: int, longest: int, least: int, most: int) -> None:
+    """Few different tokens, so that there are matches of all lengths, and some of images."""
+    tokens = _ids(size + 3, longest, most=5).int() - (torch.rand(size + 3, longest) < 0.02).int() * 9
+    tokens = tokens.clamp(min=-1)
+    lens = _ids(size, most=longest - 1) + 2
+    lens[0] = longest
+    operands, input_ids = [_rows(size), lens, tokens], _ids(size, num_rows)
+    on_device = input_ids.to(device, copy=True)
+    lookup._look_up(*operands, least, most, input_ids)
+    lookup_triton.launch_look_up(*_there(device, operands), least, most, on_device)
+    _equal(device, [input_ids], [on_device], [])
+
+
+def check_kept_tokens(device: str, size: int, num_rows: int) -> None:
+    tokens = _ids(size + 3, 30 + num_rows).int()
+    tokens[0] = 0
+    operands, on_device = [_rows(size), _ids(size, most=30), _ids(size, num_rows)], tokens.to(device, copy=True)
+    lookup._keep(*operands, tokens)
+    lookup_triton.launch_keep(*_there(device, operands), on_device)
+    _equal(device, [tokens], [on_device], [])

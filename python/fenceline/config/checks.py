@@ -19,6 +19,7 @@ _CHUNKING_OFF = -1
 _MOST = 2**31 - 1  # the largest count, because int32 tensors hold counts
 _ANY_SIZE = ("random_seed", "default_priority_value")  # these are not counts and have their own bounds
 _MOST_SPECULATIVE_STEPS = 15
+_LONGEST_MATCH = 64  # of the tokens that NGRAM looks up
 _MOST_RUNNING = 1 << 16  # each takes a row of the page table and of the sampler's tables, and time in every decode step
 _AT_LEAST_ONE = (
     "max_queued_requests",
@@ -164,6 +165,7 @@ def _check_priority(args: ServerArgs) -> None:
 def _check_speculation(args: ServerArgs) -> None:
     steps, topk, rows = (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
     simulated = args.speculative_simulate_acceptance
+    least, most = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
     given = {
         "--speculative-draft-model-path": args.speculative_draft_model_path,
         "--speculative-draft-model-revision": args.speculative_draft_model_revision,
@@ -174,6 +176,8 @@ def _check_speculation(args: ServerArgs) -> None:
         "--speculative-eagle-topk": topk,
         "--speculative-num-draft-tokens": rows,
         "--speculative-simulate-acceptance": simulated,
+        "--speculative-ngram-min-match-window-size": least,
+        "--speculative-ngram-max-match-window-size": most,
     }
     for name, value in given.items():
         require(
@@ -212,9 +216,44 @@ def _check_speculation(args: ServerArgs) -> None:
         f"--speculative-simulate-acceptance {simulated}: of chains alone, leave --speculative-eagle-topk out",
     )
     require(topk is None or topk >= 1, f"--speculative-eagle-topk {topk}: must be at least 1")
+    if args.speculative_algorithm == "NGRAM":
+        _check_look_up(args)
+        return
+    require(
+        least is None and most is None,
+        "--speculative-ngram-min-match-window-size and --speculative-ngram-max-match-window-size are for"
+        " --speculative-algorithm NGRAM alone, leave them out",
+    )
     require(
         rows is None or topk not in (None, 1) or (steps is not None and rows == steps + 1),
         f"--speculative-num-draft-tokens {rows}: a chain has --speculative-num-steps + 1, leave it out",
+    )
+
+
+def _check_look_up(args: ServerArgs) -> None:
+    steps, topk, rows = (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
+    least, most = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+    model, backend = args.speculative_draft_model_path, args.speculative_draft_attention_backend
+    require(
+        model is None and backend is None,
+        "--speculative-algorithm NGRAM has no draft model: leave --speculative-draft-model-path and"
+        " --speculative-draft-attention-backend out",
+    )
+    require(topk in (None, 1), f"--speculative-eagle-topk {topk}: NGRAM proposes chains, leave it out")
+    require(
+        rows is None or (2 <= rows <= _MOST_SPECULATIVE_STEPS + 1 and steps in (None, rows - 1)),
+        f"--speculative-num-draft-tokens {rows}: must be 2 to {_MOST_SPECULATIVE_STEPS + 1} with NGRAM, the last token"
+        " included, and one more than --speculative-num-steps if that is given",
+    )
+    for name, size in (("min", least), ("max", most)):
+        require(
+            size is None or 1 <= size <= _LONGEST_MATCH,
+            f"--speculative-ngram-{name}-match-window-size {size}: must be 1 to {_LONGEST_MATCH}",
+        )
+    require(
+        least is None or most is None or least <= most,
+        f"--speculative-ngram-min-match-window-size {least}: is more than"
+        f" --speculative-ngram-max-match-window-size {most}, exchange them",
     )
 
 

@@ -21,6 +21,7 @@ class SpeculativeAlgorithm(Enum):
     EAGLE3 = "EAGLE3"
     NEXTN = "NEXTN"
     STANDALONE = "STANDALONE"
+    NGRAM = "NGRAM"  # without a draft model
 
 
 # Endings of architecture names such as LlamaForCausalLMEagle3; the longer one is tried first.
@@ -86,15 +87,17 @@ class SpeculativeConfig:
     ``num_draft_tokens`` of them, including the last token, are verified (None: all). ``simulated_accept_length``: with
     dummy weights, how many tokens a step yields on average, whatever the draft proposes. ``draft_attention_backend`` is
     that of the draft's layers (None: the target's). ``is_adaptive``: steps may propose fewer tokens, see
-    :attr:`depths`."""
+    :attr:`depths`. ``match_window``: there is no draft model; proposed is what followed the last tokens of a request
+    where they occurred before, at least as many of them as the first number says and at most the second."""
 
-    draft: DraftConfig
+    draft: DraftConfig | None
     num_steps: int
     simulated_accept_length: float | None = None
     draft_attention_backend: str | None = None
     topk: int = 1
     num_draft_tokens: int | None = None
     is_adaptive: bool = False
+    match_window: tuple[int, int] | None = None
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -117,7 +120,7 @@ class SpeculativeConfig:
             num_nodes = 1 + topk + (depth - 1) * topk * topk
             # The draft's layers compute the rows of all levels of the tree except the last. For a draft that reads no
             # hidden states they come after the root's row.
-            rows = topk * (depth - 1) + (self.draft.algorithm is SpeculativeAlgorithm.STANDALONE)
+            rows = topk * (depth - 1) + (self.draft.num_rows_behind if self.draft else 0)
         if self.num_draft_tokens is not None:
             num_nodes = min(num_nodes, self.num_draft_tokens)
         return StepShape(depth, num_nodes, max(depth + 1, num_nodes, rows))

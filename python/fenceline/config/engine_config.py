@@ -49,6 +49,8 @@ API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 _SPECULATIVE_STEPS = 3
 _ADAPTIVE = False  # whether steps propose more or fewer drafts unless --speculative-adaptive says so
+# The same without a draft model: rows that are verified, and the fewest and most tokens that must have occurred before.
+_LOOKED_UP_ROWS, _LOOKED_UP_ADAPTIVE, _MATCH_WINDOW = 8, True, (1, 12)
 _TREE_TOKENS = 8  # default number of tokens that are verified with trees: the last token and drafts
 _MOST_TREE_NODES = 64  # an ancestor mask has this many bits
 _SAMPLING_BACKEND = "torch"  # --sampling-backend has no effect: every value that it accepts means this
@@ -153,7 +155,17 @@ class EngineConfig:
     @property
     def kv_layout(self) -> KVLayout:
         """What a KV page of one rank consists of: the model's layers, then those of the draft."""
-        return _kv_layout(self.server_args, self.model, self.speculative)
+        return _kv_layout(self.server_args, self.model, self.draft)
+
+    @property
+    def draft(self) -> DraftConfig | None:
+        """The draft model; None without one."""
+        return None if self.speculative is None else self.speculative.draft
+
+    @property
+    def looks_up_drafts(self) -> bool:
+        """Whether drafts are looked up in the requests' own tokens."""
+        return self.speculative is not None and self.speculative.match_window is not None
 
     @property
     def most_undone(self) -> int:
@@ -203,6 +215,10 @@ class EngineConfig:
             flags |= {"speculative_num_steps": steps, "speculative_eagle_topk": topk}
             flags["speculative_num_draft_tokens"] = num_nodes
             flags["speculative_adaptive"] = self.speculative.is_adaptive
+            if self.speculative.match_window is not None:
+                least, most = self.speculative.match_window
+                flags["speculative_ngram_min_match_window_size"] = least
+                flags["speculative_ngram_max_match_window_size"] = most
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND, "is_embedding": self.model.embeds}
 
@@ -238,11 +254,12 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     _check_blocks(args, model, device)
     attention = attention_backends(args, device, model)
     speculative = _speculative(args, model, chunk and min(chunk, max_prefill_tokens))
-    _check_ranks(args, model, None if speculative is None else speculative.draft.model)
-    if speculative is not None:
-        _check_latent(args, speculative.draft.model, device)
+    draft = None if speculative is None else speculative.draft
+    _check_ranks(args, model, None if draft is None else draft.model)
+    if draft is not None:
+        _check_latent(args, draft.model, device)
     if device == "cpu":
-        _check_memory(args, model, max_running_requests, _kv_layout(args, model, speculative))
+        _check_memory(args, model, max_running_requests, _kv_layout(args, model, draft))
     return EngineConfig(
         server_args=_with_timeouts_of_environment(args),
         model=model,
@@ -266,7 +283,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         cuda_graph_bs=() if model.embeds else cuda_graph_bs(args, device, max_running_requests),
         piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, model, chunk or max_prefill_tokens),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
-        num_embedding_rows=_num_embedding_rows(model, speculative),
+        num_embedding_rows=_num_embedding_rows(model, 0 if draft is None else draft.lookahead),
         images=image_rules(args, model),
         log_level_http=args.log_level_http or args.log_level,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
@@ -310,12 +327,11 @@ def _check_images(args: ServerArgs, model: ModelConfig, device: str, step_tokens
     )
 
 
-def _num_embedding_rows(model: ModelConfig, speculative: SpeculativeConfig | None) -> int:
+def _num_embedding_rows(model: ModelConfig, lookahead: int) -> int:
     """Two of the largest images that fit into a prompt, with those between them from which a draft may compute its row
-    of one token; or many small ones."""
+    of one token (``DraftConfig.lookahead``); or many small ones."""
     if model.vision is None:
         return 0
-    lookahead = 0 if speculative is None else speculative.draft.lookahead
     return max(2 * min(model.vision.images.most_tokens, model.context_length) + lookahead, _LEAST_EMBEDDING_ROWS)
 
 
@@ -352,6 +368,8 @@ def _speculative(args: ServerArgs, target: ModelConfig, prefill_tokens: int | No
     prefill step; None: prompts are not split."""
     if args.speculative_algorithm is None:
         return None
+    if args.speculative_algorithm == SpeculativeAlgorithm.NGRAM.value:
+        return _looked_up(args)
     directory = args.speculative_draft_model_path
     if directory is not None:
         flag, weights = "--speculative-draft-model-path", args.load_format != "dummy"
@@ -390,15 +408,29 @@ def _speculative(args: ServerArgs, target: ModelConfig, prefill_tokens: int | No
         )
         _check_windows(target.windows + draft.model.windows, topk)
         num_draft_tokens = _tree_size(args, draft, num_steps, topk)
+    is_adaptive = _ADAPTIVE if args.speculative_adaptive is None else args.speculative_adaptive
+    simulated, backend = _simulated_acceptance(args, num_steps), args.speculative_draft_attention_backend
+    return SpeculativeConfig(draft, num_steps, simulated, backend, topk, num_draft_tokens, is_adaptive)
+
+
+def _looked_up(args: ServerArgs) -> SpeculativeConfig:
+    """Without a draft model: tokens are looked up in those of their request."""
+    least = args.speculative_ngram_min_match_window_size or _MATCH_WINDOW[0]
+    most = args.speculative_ngram_max_match_window_size or max(_MATCH_WINDOW[1], least)
+    num_steps = args.speculative_num_steps or (args.speculative_num_draft_tokens or _LOOKED_UP_ROWS) - 1
+    is_adaptive = _LOOKED_UP_ADAPTIVE if args.speculative_adaptive is None else args.speculative_adaptive
+    simulated = _simulated_acceptance(args, num_steps)
+    return SpeculativeConfig(None, num_steps, simulated, is_adaptive=is_adaptive, match_window=(least, most))
+
+
+def _simulated_acceptance(args: ServerArgs, num_steps: int) -> float | None:
     simulated = args.speculative_simulate_acceptance
     if simulated is not None and simulated > num_steps + 1:
         raise ConfigError(
             f"--speculative-simulate-acceptance {simulated:g}: a step yields at most --speculative-num-steps + 1 ="
             f" {num_steps + 1} tokens"
         )
-    is_adaptive = _ADAPTIVE if args.speculative_adaptive is None else args.speculative_adaptive
-    backend = args.speculative_draft_attention_backend
-    return SpeculativeConfig(draft, num_steps, simulated, backend, topk, num_draft_tokens, is_adaptive)
+    return simulated
 
 
 def _check_windows(windows: Windows, topk: int) -> None:
@@ -700,13 +732,19 @@ def _max_running_requests(args: ServerArgs, device: str, model: ModelConfig) -> 
     """Of a model with states fewer may run, for which there is room (``state_pool.most_running``)."""
     if args.max_running_requests is not None:
         return args.max_running_requests
-    row_bytes = 4 * -(-model.context_length // args.page_size)
+    row_bytes = _row_bytes(args, model)
     limit = min(_MAX_RUNNING_REQUESTS[_limits_of(device)], _ROW_TABLE_BYTES[_limits_of(device)] // row_bytes)
     if args.max_total_tokens is not None:
         limit = min(limit, args.max_total_tokens // args.page_size)
     if model.recurrent_layers and args.max_mamba_cache_size is not None:
         limit = min(limit, args.max_mamba_cache_size // (1 if args.disable_radix_cache else 2))
     return max(limit, 1)
+
+
+def _row_bytes(args: ServerArgs, model: ModelConfig) -> int:
+    """Of a request's row: its page table, and its tokens where drafts are looked up in them."""
+    keeps_tokens = args.speculative_algorithm == SpeculativeAlgorithm.NGRAM.value
+    return 4 * (-(-model.context_length // args.page_size) + keeps_tokens * model.context_length)
 
 
 def _check_states(args: ServerArgs, model: ModelConfig, max_running_requests: int) -> None:
@@ -777,9 +815,9 @@ def _check_latent(args: ServerArgs, model: ModelConfig, device: str) -> None:
     )
 
 
-def _kv_layout(args: ServerArgs, model: ModelConfig, speculative: SpeculativeConfig | None) -> KVLayout:
+def _kv_layout(args: ServerArgs, model: ModelConfig, draft: DraftConfig | None) -> KVLayout:
     dtype = "float8_e4m3fn" if args.kv_cache_dtype == "fp8_e4m3" else model.dtype
-    models = [model] if speculative is None else [model, speculative.draft.model]
+    models = [model] if draft is None else [model, draft.model]
     rows = chain.from_iterable(each.kv_rows(dtype, args.tp_size) for each in models)
     return KVLayout(args.page_size, tuple(rows))
 
@@ -788,7 +826,7 @@ def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: in
     """Refuse what cannot fit in this machine's memory, if the device has no memory of its own, before any process is
     started. Memory that is in use, and that of a GPU, is taken into account by the scheduler before it allocates."""
     machine, page_size = machine_bytes(), args.page_size
-    rows = max_running_requests * 4 * (-(-model.context_length // page_size) + 1)
+    rows = max_running_requests * (_row_bytes(args, model) + 4)
     if rows > machine:
         raise ConfigError(
             f"--max-running-requests {max_running_requests}: with --context-length {model.context_length} their page"

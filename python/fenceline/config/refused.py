@@ -210,9 +210,9 @@ _REMEDIES: Mapping[str, str] = {
     "a draft has its checkpoint's format and the model's kernels: leave it out": (
         "--speculative-draft-model-quantization --speculative-draft-load-format --speculative-draft-kv-cache-dtype"
     ),
-    "drafts come from a model: leave it out, use --speculative-algorithm STANDALONE or EAGLE3": (
-        "--speculative-ngram-* --speculative-dflash-* --speculative-dspark-* --speculative-domino-*"
-        " --decoupled-spec-* --uno-lora-path"
+    "NGRAM looks tokens up in the request's own, without a trie: leave it out": "--speculative-ngram-*",
+    "drafts come from a model or the request: leave it out, use --speculative-algorithm EAGLE3 or NGRAM": (
+        "--speculative-dflash-* --speculative-dspark-* --speculative-domino-* --decoupled-spec-* --uno-lora-path"
     ),
     "--speculative-adaptive chooses by what it measures, none to --speculative-num-steps: leave it out": (
         "--speculative-adaptive-config"

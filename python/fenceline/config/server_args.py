@@ -350,12 +350,10 @@ class ServerArgs:
     speculative_algorithm: str | None = _speculation(
         None,
         "What proposes tokens for the model to verify: a layer that reads hidden states (EAGLE, EAGLE3), layers in the "
-        "model's own checkpoint (NEXTN), or a small model (STANDALONE).",
+        "model's own checkpoint (NEXTN), a small model (STANDALONE), or the request's own text, where its last tokens "
+        "occurred before (NGRAM).",
         choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
-        refused={
-            "NGRAM": "there is no look-up of earlier text: use STANDALONE or EAGLE3",
-            "DFLASH": "its drafts are not supported: use EAGLE3",
-        },
+        refused={"DFLASH": "its drafts are not supported: use EAGLE3"},
     )
     speculative_draft_model_path: str | None = _speculation(
         None,
@@ -374,8 +372,8 @@ class ServerArgs:
     )
     speculative_num_steps: int | None = _speculation(
         None,
-        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given. With NEXTN and several layers, each "
-        "computes one step, and their number is both the default and the limit.",
+        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, 7 with NGRAM. With NEXTN and several "
+        "layers, each computes one step, and their number is both the default and the limit.",
     )
     speculative_eagle_topk: int | None = _speculation(
         None, "How many tokens the draft proposes for each place: 1 (unless given) makes a chain, more make a tree."
@@ -383,12 +381,24 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = _speculation(
         None,
         "Rows that the model verifies for each request, the last token's among them: --speculative-num-steps + 1 with "
-        "chains; with trees 8 unless given, 64 at most.",
+        "chains; 8 with NGRAM and with trees unless given, 64 at most with trees.",
+    )
+    speculative_ngram_min_match_window_size: int | None = _speculation(
+        None,
+        "With NGRAM: how many of the last tokens must have occurred before, one after the other, 1 to 64; 1 unless "
+        "given.",
+        aliases=("--prompt-lookup-min", "--ngram-prompt-lookup-min"),
+    )
+    speculative_ngram_max_match_window_size: int | None = _speculation(
+        None,
+        "With NGRAM: how many of the last tokens are compared, 1 to 64; 12 unless given. Proposed is what followed the "
+        "longest match, of several the latest.",
+        aliases=("--prompt-lookup-max", "--ngram-prompt-lookup-max"),
     )
     speculative_adaptive: bool | None = _speculation(
         None,
         "Whether each decode step proposes as many tokens as promise the best speed, from none to "
-        "--speculative-num-steps. Off unless given.",
+        "--speculative-num-steps. Off unless given, on with NGRAM.",
     )
     speculative_draft_attention_backend: str | None = _speculation(
         None,

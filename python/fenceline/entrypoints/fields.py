@@ -126,7 +126,7 @@ GENERATION: Mapping[str, Refused] = {
     "add_special_tokens": Refused("send input_ids, which /tokenize makes", neutral=(True,)),
     "include_stop_str_in_output": Refused("use no_stop_trim in sampling_params"),
     "request_id": Refused("use rid"),
-    "ngram_corpus_id": Refused("drafts come from a model, not from earlier text; leave it out"),
+    "ngram_corpus_id": Refused("drafts come from a model or the request's own text; leave it out"),
     "stream_interval": Refused("start the server with --stream-interval", neutral=(1,)),
     "background": Refused("use stream, or wait for the answer"),
     "custom_labels": Refused("metrics carry the label model_name alone; leave it out"),

@@ -135,7 +135,7 @@ class HiCache:
             config.server_args.hicache_write_policy,
             self._spill,
             None if storage is None else storage.root_key,
-            0 if config.speculative is None else config.speculative.draft.lookahead,
+            0 if config.draft is None else config.draft.lookahead,
             None if snapshots is None or host_states is None else (snapshots, host_states.slots),
         )
         self.storage: StorageTier | None = None

@@ -83,11 +83,17 @@ class ReqPool:
     ``page_table`` [num_rows, max_pages_per_req] int32 and ``last_tokens`` [num_rows] int64 are on the
     device. ``rows`` says who owns which row. ``position_deltas`` [num_rows] int64 says how far positions behind a
     prompt are from the tokens' places, where images may move them; None: nowhere. Every prefill step of a request
-    writes its delta.
+    writes its delta. ``tokens`` [num_rows, num_tokens] int32 are the tokens of each request, where drafts are looked up
+    in them, and -1 for those of images; None: nowhere (``num_tokens`` 0).
     """
 
     def __init__(
-        self, num_rows: int, max_pages_per_req: int, device: torch.device, moves_positions: bool = False
+        self,
+        num_rows: int,
+        max_pages_per_req: int,
+        device: torch.device,
+        moves_positions: bool = False,
+        num_tokens: int = 0,
     ) -> None:
         self.num_rows = num_rows
         self.max_pages_per_req = max_pages_per_req
@@ -96,6 +102,7 @@ class ReqPool:
         self.page_table = torch.zeros((num_rows, max_pages_per_req), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.position_deltas = torch.zeros_like(self.last_tokens) if moves_positions else None
+        self.tokens = zeros((num_rows, num_tokens), torch.int32, device) if num_tokens else None
 
     def positions(self, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The positions of tokens behind the prompts of the first B of ``rows``, at ``places`` [B, ...] int64; these
@@ -143,11 +150,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.from_numpy(untouched).view(dtype).view(shape)
 
 
-def check_row_bytes(config: EngineConfig, device: Device, num_rows: int, max_pages_per_req: int) -> None:
+def check_row_bytes(
+    config: EngineConfig, device: Device, num_rows: int, max_pages_per_req: int, num_tokens: int
+) -> None:
     """Raise ``ValueError`` with the remedy if there is not enough memory for a :class:`ReqPool` of this size, before it
     is allocated: 1 GiB by default on a large GPU."""
     free, _ = device.memory_info()
-    nbytes = num_rows * (4 * max_pages_per_req + 8)
+    nbytes = num_rows * (4 * (max_pages_per_req + num_tokens) + 8)
     if nbytes > free:
         raise ValueError(
             f"--max-running-requests {config.max_running_requests}: with --context-length"

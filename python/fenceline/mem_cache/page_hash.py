@@ -137,8 +137,7 @@ def model_id(config: EngineConfig) -> str:
     args = config.server_args
     model, weights = _model_facts(config.model, config)
     facts = [model, config.model.dtype, args.load_format, args.weight_version, weights]
-    if config.speculative is not None:  # its layers are in the same pages
-        draft = config.speculative.draft
+    if (draft := config.draft) is not None:  # its layers are in the same pages
         facts += [
             draft.algorithm.value,
             draft.lookahead,

@@ -390,6 +390,11 @@ IMAGE_NAMES = _guard("image_names", "pages with images in storage: their names t
 ROW_DELTA = _guard(
     "row_delta", "positions behind images: a row's delta is that of its request, not of its last owner", "F13"
 )
+ROW_TOKENS = _guard(
+    "row_tokens",
+    "tokens in which drafts are looked up: a row has its request's from the first on, not its last owner's",
+    "F13",
+)
 ENDS_AT_STATE = _guard(
     "ends_at_state", "prefixes of a model with recurrent layers: a match ends where there is a state to go on from"
 )

@@ -35,6 +35,7 @@ from fenceline.memory_order.edges import (
     RETIRED_AFTER,
     ROW_DELTA,
     ROW_STATE,
+    ROW_TOKENS,
     SINK,
     SNAPSHOT_AFTER,
     STEP_IMAGES,
@@ -281,6 +282,12 @@ def write_deltas(device: Device, kept: torch.Tensor, rows: torch.Tensor, deltas:
     if not device.keeps(ROW_DELTA):
         deltas = torch.where(deltas == 0, kept.index_select(0, rows), deltas)
     kept.index_copy_(0, rows, deltas)
+
+
+def tokens_to_keep(device: Device, tokens: Ids, num_computed: int) -> Ids:
+    """Guard ``row_tokens``: which of ``tokens``, all up to those that a prefill step computes, the row of their request
+    is given: all. Severed, the last ``num_computed``, so that in place of a cached prefix it has other tokens."""
+    return tokens if device.keeps(ROW_TOKENS) else tokens[-num_computed:]
 
 
 # --- states of recurrent layers -----------------------------------------------------------------------

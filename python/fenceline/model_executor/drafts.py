@@ -7,6 +7,7 @@
   computed again when the tokens are known, and no page with such rows is shared (``DraftConfig.lookahead``).
 * A whole model (:class:`WholeDraft`) reads no hidden states. It computes its rows of the tokens while it proposes, and
   the last of them, if all were accepted, in the next step.
+* No model (:class:`LookedUpDraft`): proposed is what followed a request's last tokens where they occurred before.
 
 All methods that compute submit to FORWARD, which must be current. They may be captured.
 """
@@ -26,14 +27,15 @@ from fenceline.layers.forward_batch import SINK_ROW, AttentionPlan, AuxHiddenSta
 from fenceline.layers.kernels.speculative_operands import SINK_LEN, NextRow, Pieces
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
-from fenceline.memory_order import Arena, Device, node_moves
-from fenceline.model_executor.step import StepBatch
+from fenceline.memory_order import Arena, Device, node_moves, tokens_to_keep
+from fenceline.model_executor.step import StepBatch, concatenated
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.sampling.sampling_batch import SamplingBatch
 from fenceline.speculative.draws import best_drafts, draw_draft, drawn_tokens
 from fenceline.speculative.kv_rows import KVMover, node_slots
 from fenceline.speculative.step_kernels import keep_draft, keep_last_hidden, keep_proposal, place_rows
+from fenceline.speculative.token_lookup import keep_tokens, look_up_drafts
 from fenceline.speculative.tree import Candidates
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -109,16 +111,16 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """What a step of a draft works with: the target ``model`` and the ``draft``, their pools, the step's ``arena`` and
-    the requests' ``state``. ``hidden`` and ``aux``: the target's hidden states of the rows that it verifies, of its
-    last layer and of the layers that the draft also reads. ``draft_lens``: the lengths for the draft's current forward,
-    which all its plans read. They have memory of their own, so that ``lens``, from which they are derived, is not
-    overwritten (F9). ``path_lens``: the lengths including the longest possible path. ``sees_images``: see
-    ``DraftConfig``."""
+    """What a step of a draft works with: the target ``model`` and ``draft_model`` (None: drafts are looked up), their
+    pools, the step's ``arena`` and the requests' ``state``. ``hidden`` and ``aux``: the target's hidden states of the
+    rows that it verifies, of its last layer and of the layers that the draft also reads. ``draft_lens``: the lengths
+    for the draft's current forward, which all its plans read. They have memory of their own, so that ``lens``, from
+    which they are derived, is not overwritten (F9). ``path_lens``: the lengths including the longest possible path.
+    ``sees_images``: see ``DraftConfig``."""
 
     device: Device
     model: CausalLM
-    draft: DraftModel
+    draft_model: DraftModel | None
     kv_pool: KVPool
     req_pool: ReqPool
     arena: Arena
@@ -128,6 +130,12 @@ class DraftParts:
     draft_lens: Tensor
     path_lens: Tensor
     sees_images: bool
+
+    @property
+    def draft(self) -> DraftModel:
+        """That of a kind of draft that has a model."""
+        assert self.draft_model is not None, "drafts are looked up, not computed"
+        return self.draft_model
 
     @property
     def vocab_size(self) -> int:
@@ -514,14 +522,62 @@ class WholeDraft(HiddenDraft):
             state.is_behind[rows] = False
 
 
+class LookedUpDraft(HiddenDraft):
+    """No model and no rows: drafts are looked up in the tokens that the device has of each request. ``window``: see
+    ``SpeculativeConfig.match_window``."""
+
+    def __init__(self, parts: DraftParts, window: tuple[int, int]) -> None:
+        super().__init__(parts)
+        assert parts.req_pool.tokens is not None, "request rows have their tokens"
+        self._window, self._tokens = window, parts.req_pool.tokens
+
+    def plan_steps(self, plan: Plan, depth: int) -> Sequence[AttentionPlan]:
+        return ()
+
+    def plan_extend(self, plan: Plan, depth: int) -> Sequence[AttentionPlan]:
+        return ()
+
+    def propose(self, plans: StepPlans) -> None:
+        rows, lens = self.parts.columns(plans.size, "plan_rows", "lens")
+        input_ids = self.parts.rows("input_ids", plans.size, plans.shape.num_nodes)
+        look_up_drafts(rows, lens, self._tokens, *self._window, input_ids)
+
+    def extend(self, plans: StepPlans, tokens: Tensor) -> None:
+        """Add the tokens to those of their requests."""
+        rows, lens = self.parts.columns(plans.size, "plan_rows", "lens")
+        keep_tokens(rows, lens, tokens, self._tokens)
+
+    def prefill_arrays(self, batch: StepBatch) -> Arrays:
+        """What rows do not have yet of the tokens of their requests: ``looked_up`` [N] int32, and where each of them
+        belongs."""
+        device = self.parts.device
+        texts = [tokens_to_keep(device, chunk.looked_up, len(chunk.token_ids)) for chunk in batch.chunks]
+        sizes, ends = [len(text) for text in texts], batch.seq_lens.tolist()
+        columns = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        rows = np.repeat(batch.rows, sizes)
+        return {"looked_up": concatenated(texts), "looked_up_rows": rows, "looked_up_columns": concatenated(columns)}
+
+    def after_prefill(self, extended: Extended, next_tokens: Tensor, sampling: SamplingBatch | None) -> None:
+        views, lens = extended.views, self.parts.state.lens
+        places = views["looked_up_rows"], views["looked_up_columns"]
+        self._tokens.index_put_(places, views["looked_up"])
+        if len(next_tokens):
+            rows, ends = views["sample_rows"], views["sample_positions"]
+            keep_tokens(rows, ends, next_tokens.unsqueeze(1), self._tokens)
+            lens[rows] = ends + 1
+
+
 def _ends(extended: Extended, next_tokens: Tensor) -> Tensor:
     """The last token of each complete prompt."""
     assert extended.batch.logits_index is not None, "a prefill step has logits of some rows"
     return extended.batch.logits_index[: len(next_tokens)]
 
 
-def make_draft(parts: DraftParts, topk: int) -> HiddenDraft:
-    """The kind that ``parts.draft`` is. ``topk``: children of each node of a tree; 1 for chains."""
+def make_draft(parts: DraftParts, topk: int, match_window: tuple[int, int] | None) -> HiddenDraft:
+    """The kind that ``parts.draft`` is, or one without a model if there is a ``match_window``. ``topk``: children of
+    each node of a tree; 1 for chains."""
+    if match_window is not None:
+        return LookedUpDraft(parts, match_window)
     if not parts.draft.hidden_size:
         return WholeDraft(parts, topk)
     num_layers = parts.draft.max_steps or 1

@@ -98,10 +98,10 @@ class ModelRunner:
         # With the direct backend, backups keep the copy engine busy, so FORWARD copies small results itself.
         by_forward = config.hicache is not None and config.hicache.io_backend == "direct"
         self._results = ResultRing(device, small_by_forward=by_forward)
-        self.speculative = None if parts.draft is None else SpeculativeRunner(parts)
+        self.speculative = None if config.speculative is None else SpeculativeRunner(parts)
         self.decode = self.speculative or DecodeRunner(parts)
         sizes = config.piecewise_cuda_graph_tokens
-        aux_layers = () if config.speculative is None else config.speculative.draft.aux_layers
+        aux_layers = () if config.draft is None else config.draft.aux_layers
         self.prefill_graphs = PiecewiseCudaGraphRunner(parts, sizes, aux_layers) if sizes else None
         self.hicache, self.storage = open_tiers(parts)
         self.extend = ExtendRunner(parts, self.prefill_graphs, self.speculative, self.hicache)

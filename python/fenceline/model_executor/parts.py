@@ -95,8 +95,10 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
     masks = MaskTable(device, num_rows, vocab_size) if config.refuses_grammars is None else None
     max_tokens_per_req = config.model.context_length + largest.num_slots - 1
     max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
-    check_row_bytes(config, device, num_rows, max_pages_per_req)
-    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device, config.model.moves_positions)
+    num_tokens = max_tokens_per_req if config.looks_up_drafts else 0
+    check_row_bytes(config, device, num_rows, max_pages_per_req, num_tokens)
+    moves_positions = config.model.moves_positions
+    req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device, moves_positions, num_tokens)
     embeddings = None
     if model.vision is not None:
         size = config.num_embedding_rows + 1, model.vision.width
@@ -118,6 +120,8 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
         attention, draft_attention = _prepare_attention(config, device, model, draft, kv_pool)
     if req_pool.position_deltas is not None:
         device.name_rows(req_pool.position_deltas, "req_pool.position_deltas")
+    if req_pool.tokens is not None:
+        device.name_rows(req_pool.tokens, "req_pool.tokens")
     accesses = StepAccesses(kv_pool, req_pool, embeddings)
     is_full = config.server_args.memory_check == "full"
     page_tags = PageTags(device, kv_pool, req_pool, pages) if is_full else None
@@ -169,9 +173,9 @@ def _load_models(
     how = args.load_format, place, context, config.random_seed, show_progress
     with announced("loading weights", has_bar=True):
         target = load_model(model, *how)
-    if config.speculative is None:
+    if config.draft is None:
         return target, None
-    return target, load_draft_model(config.speculative.draft, *how, target)
+    return target, load_draft_model(config.draft, *how, target)
 
 
 def _prepare_attention(

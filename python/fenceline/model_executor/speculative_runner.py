@@ -82,7 +82,7 @@ class SpeculativeRunner(GraphRunner):
     def __init__(self, parts: Parts) -> None:
         """Of an engine that speculates. Nothing is captured before :meth:`capture`."""
         config, device, model, draft = parts.config.speculative, parts.device, parts.model, parts.draft
-        assert config is not None and draft is not None, "the engine speculates"
+        assert config is not None, "the engine speculates"
         sizes, max_batch = parts.config.cuda_graph_bs, parts.config.max_running_requests
         padding = not parts.config.server_args.disable_cuda_graph_padding
         super().__init__(device, "speculative decode", "requests", sizes, padding)
@@ -94,10 +94,10 @@ class SpeculativeRunner(GraphRunner):
         self._states = parts.states
         self._absorbs_drafts = absorbs_drafts(device)
         self._shapes, largest, topk = config.shapes, parts.largest, config.topk
-        self._aux_layers = config.draft.aux_layers
+        self._aux_layers = () if config.draft is None else config.draft.aux_layers
         num_heads = model.context.shard.divide(model.config.num_heads, "attention heads")
         self._attention = parts.attention.decode, num_heads
-        self._draft_attention = parts.draft_attention.decode, draft.num_heads
+        self._draft_attention = parts.draft_attention.decode, num_heads if draft is None else draft.num_heads
         self._captured: dict[tuple[int, int], _Captured] = {}  # by size and depth
         self._composition: int | None = None
         self._same = comparison(device, SAME_COMPOSITION)
@@ -108,8 +108,8 @@ class SpeculativeRunner(GraphRunner):
         self._replayed: _Captured | None = None  # the graphs of the latest step, if it runs with graphs
         self._outputs: ArenaOutputs | None = None  # of the latest step
         dtype, where, num_rows = model.context.dtype, device.torch_device, max_batch * largest.num_nodes
-        num_kept = self._req_pool.num_rows, draft.max_steps or 1
-        self.state = SpeculativeState(device, *num_kept, draft.hidden_size, dtype)
+        num_kept = (1, 0) if draft is None else (draft.max_steps or 1, draft.hidden_size)
+        self.state = SpeculativeState(device, self._req_pool.num_rows, *num_kept, dtype)
         self.arena = Arena(device, "speculative", max_batch, _fields(largest, topk))
         counts = torch.arange(max_batch + 1, dtype=torch.int32, device=device.torch_device)
         self._query_starts = {depth: counts * shape.num_nodes for depth, shape in self._shapes.items()}
@@ -120,9 +120,10 @@ class SpeculativeRunner(GraphRunner):
         self._hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
         self._aux = torch.zeros(num_rows, len(self._aux_layers) * hidden_size, dtype=dtype, device=where)
         path_lens = self.arena["seq_lens"] if self._path_lens is None else self._path_lens
-        kept = self.arena, self.state, self._hidden, self._aux, draft_lens, path_lens, config.draft.sees_images
+        sees_images = config.draft is not None and config.draft.sees_images
+        kept = self.arena, self.state, self._hidden, self._aux, draft_lens, path_lens, sees_images
         self._parts = DraftParts(device, model, draft, parts.kv_pool, parts.req_pool, *kept)
-        self.draft = make_draft(self._parts, topk)
+        self.draft = make_draft(self._parts, topk, config.match_window)
         chain = Chain(self.draft, config.simulated_accept_length)
         tree = Tree(self.draft, topk) if topk > 1 else chain
         self._proposals: dict[int, Chain] = {depth: tree if depth else chain for depth in self._shapes}
@@ -137,7 +138,8 @@ class SpeculativeRunner(GraphRunner):
         pool, state = self._parts.kv_pool, self.state
         tensors = (
             self._req_pool.page_table, self._req_pool.last_tokens, *pool.rows[0].values(), state.lens,
-            state.hidden, self._req_pool.position_deltas, None if self._states is None else self._states.carried,
+            state.hidden, self._req_pool.position_deltas, self._req_pool.tokens,
+            None if self._states is None else self._states.carried,
         )  # fmt: skip
         return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 

@@ -79,7 +79,10 @@ class Chunk:
     embeddings. None: there are no such tokens. ``axes`` [3, T] are the tokens' positions where
     these have three axes; None: all three are the token's place in the prompt. ``position_delta`` is how far positions
     behind the prompt are from the tokens' places. ``whole``: (first, end) of the tokens of one image, which attend to
-    one another if the model does so."""
+    one another if the model does so.
+
+    ``looked_up`` int32, where drafts are looked up in a request's tokens: those up to the chunk's end that the row does
+    not have yet, which in the first step of a request includes its cached prefix; -1 for those of images."""
 
     token_ids: I64
     out_slots: I64
@@ -93,6 +96,7 @@ class Chunk:
     axes: I64 | None = None
     position_delta: int = 0
     whole: tuple[tuple[int, int], ...] = ()
+    looked_up: I32 = field(default_factory=lambda: _NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,6 +27,7 @@ class StepAccesses:
         self.position_deltas = None
         if req_pool.position_deltas is not None:
             self.position_deltas = Memory("req_pool.position_deltas", rows)
+        self.tokens = None if req_pool.tokens is None else Memory("req_pool.tokens", rows)
         self.embeddings = None if embeddings is None else Memory("image_embeddings", len(embeddings.rows))
         self.pages = PagedMemory("kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD)
 
@@ -46,6 +47,8 @@ class StepAccesses:
             op.write(self.position_deltas, batch.rows[:num])
             if batch.num_decodes:
                 op.read(self.position_deltas, batch.rows[num:])
+        if self.tokens is not None:
+            op.write(self.tokens, batch.rows)
         if self.embeddings is not None:
             for encode in batch.encodes:
                 op.write(self.embeddings, encode.rows)
@@ -66,6 +69,8 @@ class StepAccesses:
         if self.position_deltas is not None:
             op.read(self.position_deltas, batch.rows)
         op.write(self.last_tokens, batch.rows)  # it also reads them: the tokens of the previous step
+        if self.tokens is not None:
+            op.write(self.tokens, batch.rows)  # behind those that it reads
 
     def _write_table(self, op: Accesses, batch: StepBatch) -> None:
         writes = batch.page_writes

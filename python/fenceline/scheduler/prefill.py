@@ -105,7 +105,8 @@ class PrefillPlanner:
     step if prompts are split, None never to split them; ``max_prefill_tokens``: tokens of one step in any case (without
     splitting, a single longer prompt is still admitted); ``sharing``: the length from which no further prompt joins a
     step; ``max_reqs``: prompts of one step, None for any number; ``prefix_work``: a limit on the work of a step, in
-    addition to that on its tokens, None for none."""
+    addition to that on its tokens, None for none; ``looks_up_drafts``: whether rows have the tokens of their requests.
+    """
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class PrefillPlanner:
         sharing: StepSharing,
         max_reqs: int | None = None,
         prefix_work: PrefixWork | None = None,
+        looks_up_drafts: bool = False,
     ) -> None:
         self._memory = memory
         self._page_size = memory.page_size
@@ -125,6 +127,7 @@ class PrefillPlanner:
         self._max_reqs = max_reqs
         # If prompts are not split, a prompt is computed as a whole, however long that takes.
         self._prefix_work = None if chunk_size is None else prefix_work
+        self._looks_up_drafts = looks_up_drafts
 
     def plan(
         self,
@@ -149,7 +152,7 @@ class PrefillPlanner:
             if is_split and chunked.num_tokens - chunked.allocated_len > most_tokens - most_tokens // 2:
                 self._admit_waiting(plan, waiting(), chunked, state, budget, num_waiting)
             is_shared = bool(plan.reqs)
-            self._add_chunk(plan, chunked, budget)
+            self._add_chunk(plan, chunked, budget, chunked.allocated_len)
         # If the chunked prompt is still half-way, it has used up the step; there is at most one such prompt.
         if chunked is None or (chunked.allocated_len == chunked.num_tokens and not is_shared):
             self._admit_waiting(plan, waiting(), None, state, budget, num_waiting)
@@ -262,7 +265,7 @@ class PrefillPlanner:
                 state.is_passing, best_passed = True, req.rank
                 continue
             self._admit(plan, req, state, num_cached)
-            self._add_chunk(plan, req, budget)
+            self._add_chunk(plan, req, budget, 0)
             if req.allocated_len < req.num_tokens:
                 return
 
@@ -315,8 +318,8 @@ class PrefillPlanner:
                 size = remaining if remaining <= room else 0
         return size
 
-    def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
-        """Schedule as much of the request's prompt as the step has room for."""
+    def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget, num_known: int) -> None:
+        """Schedule as much of the request's prompt as the step has room for. ``num_known``: tokens that its row has."""
         tokens = req.token_ids()
         size = self._chunk_tokens(req, req.allocated_len, budget, plan.images)
         if req.scores_prompt:
@@ -326,6 +329,8 @@ class PrefillPlanner:
         done = end == len(tokens)
         plan.reqs.append(req)
         chunk = self._chunk(req, tokens, start, end, done)
+        if self._looks_up_drafts:
+            chunk = replace(chunk, looked_up=_without_images(req, tokens, num_known, end))
         plan.chunks.append(self._with_images(chunk, plan, req, start) if req.images else chunk)
         req.allocated_len = end
         if (taken := self._memory.states.take(req, end)) is not None:
@@ -376,3 +381,13 @@ class PrefillPlanner:
             return pages
         positions = np.arange(start, end, dtype=np.int64)
         return pages[positions // size - first] * size + positions % size
+
+
+def _without_images(req: Req, tokens: I32, first: int, end: int) -> I32:
+    """``tokens`` from ``first`` to ``end - 1`` of ``req``, with -1 for those of its images."""
+    if not req.images:
+        return tokens[first:end]
+    texts = tokens.copy()
+    for image in req.images:
+        texts[image.offset : image.end] = -1
+    return texts[first:end]

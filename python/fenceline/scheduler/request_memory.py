@@ -505,7 +505,7 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     """Make the RequestMemory for ``worker``'s pages and rows, with its lower tiers if it has any."""
     pages, rows, page_size = worker.pages, worker.req_pool.rows, config.server_args.page_size
     same_version = comparison(worker.device, QUEUED_MATCH)
-    draft = None if config.speculative is None else config.speculative.draft
+    draft = config.draft
     tree: RadixCache
     tiers = None
     snapshots = None if worker.states is None else worker.states.snapshots

@@ -98,7 +98,8 @@ class Scheduler:
         num_rewritten = 0
         if speculative is not None:
             shapes = speculative.shapes
-            num_rewritten = max(speculative.draft.lookahead - 1, speculative.draft.num_rows_behind)
+        if config.draft is not None:
+            num_rewritten = max(config.draft.lookahead - 1, config.draft.num_rows_behind)
         largest = shapes[most - 1]
         self.running = RunningBatch(
             args.page_size,

@@ -70,6 +70,7 @@ class StepPlanner:
             ),
             config.prefill_max_requests,
             PrefixWork.of(config.model, config.device),
+            config.looks_up_drafts,
         )
         self.shapes = shapes
         self._greatest_depth = DepthChoice(max(shapes))

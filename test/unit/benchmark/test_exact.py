@@ -132,7 +132,8 @@ def test_every_configuration_is_one_that_the_server_takes(tmp_path: Path) -> Non
         storage = config.hicache and config.hicache.storage
         assert bool(storage) == (name in ("kernel_files", "direct_files", "mixed", "everything")), name
         assert storage is None or storage.prefetch_threshold < 1000, "longer prefixes are looked for in files"
-        assert bool(config.speculative) == (name in ("eagle3_chain", "eagle3_tree", "nextn", "everything")), name
+        speculates = name in ("eagle3_chain", "eagle3_tree", "nextn", "ngram", "everything")
+        assert bool(config.speculative) == speculates, name
         assert config.mixes_steps == (name == "mixed"), name
 
 

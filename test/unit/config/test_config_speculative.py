@@ -15,7 +15,8 @@ from fenceline.config.engine_config import EngineConfig, attention_backends, res
 from fenceline.config.families import RecurrentConfig
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import demo_model_path
-from fenceline.config.server_args import ServerArgs
+from fenceline.config.server_args import ServerArgs, parse_args
+from fenceline.mem_cache.page_hash import model_id
 
 
 def configure(**flags: object) -> EngineConfig:
@@ -26,6 +27,7 @@ def configure(**flags: object) -> EngineConfig:
 OWN = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "demo"}  # it drafts for itself
 DUMMY = {**OWN, "load_format": "dummy"}
 WINDOWS = {"json_model_override_args": '{"use_sliding_window": true, "sliding_window": 40, "max_window_layers": 1}'}
+NGRAM = {"speculative_algorithm": "NGRAM"}
 TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
 
 
@@ -71,6 +73,19 @@ TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
         ({**OWN, "speculative_eagle_topk": 2000, "speculative_num_steps": 1}, "the draft knows 1024 tokens"),
         ({**TREE, "speculative_num_draft_tokens": 3}, "trees of 3 steps and topk 2 have 4 to 11"),
         ({**TREE, "speculative_num_draft_tokens": 12}, "trees of 3 steps and topk 2 have 4 to 11"),
+        ({**NGRAM, "speculative_draft_model_path": "demo"}, "NGRAM has no draft model: leave"),
+        ({**NGRAM, "speculative_draft_attention_backend": "torch"}, "NGRAM has no draft model: leave"),
+        ({**NGRAM, "speculative_eagle_topk": 2}, "NGRAM proposes chains, leave it out"),
+        ({**NGRAM, "speculative_num_draft_tokens": 17}, "must be 2 to 16 with NGRAM"),
+        ({**NGRAM, "speculative_num_draft_tokens": 4, "speculative_num_steps": 5}, "one more than --spec"),
+        ({**NGRAM, "speculative_ngram_min_match_window_size": 0}, "must be 1 to 64"),
+        ({**NGRAM, "speculative_ngram_max_match_window_size": 65}, "must be 1 to 64"),
+        (
+            {**NGRAM, "speculative_ngram_min_match_window_size": 4, "speculative_ngram_max_match_window_size": 2},
+            "is more than --speculative-ngram-max-match-window-size 2, exchange them",
+        ),
+        ({**OWN, "speculative_ngram_max_match_window_size": 5}, "are for --speculative-algorithm NGRAM alone"),
+        ({"speculative_ngram_min_match_window_size": 2}, "needs --speculative-algorithm"),
         ({**TREE, **WINDOWS}, "trees need windows of 64 tokens or more, this model's have 40; leave it out"),
     ],
 )
@@ -226,3 +241,28 @@ def test_layers_of_their_own_propose_chains_of_as_many_steps(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="prefill step of 3 tokens is too short"):
         configure_layers(max_prefill_tokens=3, page_size=1)
     configure_layers(chunked_prefill_size=4, page_size=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "window", "num_steps", "adapts"),
+    [
+        ("", (1, 12), 7, True),
+        ("--speculative-num-draft-tokens 16 --no-speculative-adaptive", (1, 12), 15, False),
+        ("--prompt-lookup-min 2 --prompt-lookup-max 4 --speculative-num-steps 5", (2, 4), 5, True),
+        ("--ngram-prompt-lookup-max 3", (1, 3), 7, True),
+        ("--speculative-ngram-min-match-window-size 20", (20, 20), 7, True),
+    ],
+)
+def test_drafts_without_a_model(words: str, window: tuple[int, int], num_steps: int, adapts: bool) -> None:
+    given = f"--model-path demo --device cpu --speculative-algorithm NGRAM {words}"
+    config = resolve(parse_args(given.split()))
+    assert config.speculative is not None and config.draft is None and config.looks_up_drafts
+    found = config.speculative
+    assert (found.match_window, found.num_steps, found.is_adaptive, found.topk) == (window, num_steps, adapts, 1)
+    assert found.depths == ((0, 1, num_steps) if adapts else (num_steps,))
+    plain = configure()
+    assert config.kv_layout == plain.kv_layout and model_id(config) == model_id(plain), "pages are the model's alone"
+    told = config.public_dict()
+    assert told["speculative_ngram_min_match_window_size"] == window[0]
+    assert told["speculative_ngram_max_match_window_size"] == window[1]
+    assert told["speculative_num_draft_tokens"] == num_steps + 1

@@ -18,6 +18,7 @@ from speculative_driver import (
     EAGLE,
     EAGLE3,
     LATENT_DRAFTS,
+    NGRAM,
     STANDALONE,
     continued,
     count_tokens,
@@ -101,9 +102,9 @@ def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: Speculativ
         assert last is not None and last.cached_tokens >= (len(req.input_ids) - 2) // 16 * 16
 
 
-@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target"), (NGRAM, None)])
 def test_everything_that_a_request_may_ask_for(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
 ) -> None:
     rng = Random(3)
     reqs = [
@@ -173,7 +174,7 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
     reqs = [request("r", prompt, seed=4, max_new_tokens=50, ignore_eos=True)]
     expected = plain_answers(models, reqs)
     assert len(expected[0]) == CONTEXT - num_tokens
-    for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target")):
+    for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target"), (NGRAM, None)):
         assert answers(make_driver(models, algorithm, draft, page_size=1), reqs) == expected
 
 

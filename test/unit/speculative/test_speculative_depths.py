@@ -12,6 +12,7 @@ from speculative_driver import (
     EAGLE,
     EAGLE3,
     NEXTN,
+    NGRAM,
     STANDALONE,
     continued,
     make_driver,
@@ -37,7 +38,8 @@ def depths_of(driver: Driver) -> RandomDepths:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "draft", "topk"),
-    [(*draft, 1) for draft in DRAFTS] + [(*draft, 3) for draft in DRAFTS if draft[1] != "mtp"],
+    [(*draft, 1) for draft in DRAFTS]
+    + [(*draft, 3) for draft in DRAFTS if draft[1] != "mtp" and draft[0] is not NGRAM],
 )
 def test_no_token_changes(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, topk: int
@@ -74,12 +76,15 @@ def test_a_draft_that_is_the_target_is_always_right(
     ("algorithm", "draft", "topk"),
     [
         (NEXTN, "mtp", 1),
+        (NGRAM, None, 1),
         (STANDALONE, "near", 4),
         pytest.param(EAGLE3, "eagle3", 1, marks=pytest.mark.long),
         pytest.param(STANDALONE, "near", 1, marks=pytest.mark.long),
     ],
 )
-def test_too_little_memory(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int) -> None:
+def test_too_little_memory(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, topk: int
+) -> None:
     """Requests are retracted and resumed, by way of the host, and others aborted; memory is promised by depth."""
     flags: dict[str, object] = {"max_total_tokens": 192, "num_rows": 5, "retract_policy": "offload"}
     flags |= {

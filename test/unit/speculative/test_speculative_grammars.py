@@ -13,7 +13,7 @@ import pytest
 import xgrammar
 from draft_checkpoints import VOCAB
 from scheduler_driver import answers, request
-from speculative_driver import EAGLE3, STANDALONE, count_tokens, make_driver, models, requests
+from speculative_driver import EAGLE3, NGRAM, STANDALONE, count_tokens, make_driver, models, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.constrained.compile import compile_grammar
@@ -25,9 +25,9 @@ from fenceline.scheduler.req import Req
 __all__ = ["models"]  # a fixture
 
 
-@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target"), (NGRAM, None)])
 def test_requests_with_a_grammar_beside_others(
-    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
 ) -> None:
     """Those with one get a token a step, the others as many as ever; no token changes."""
     rng = Random(11)

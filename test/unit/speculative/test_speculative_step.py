@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcomes, set_up_interpreter
 
-INTERPRETED = ("begins", "places", "drafts", "proposals", "ends", "hidden_states", "draws")
+INTERPRETED = ("begins", "places", "drafts", "proposals", "ends", "hidden_states", "draws", "look_ups")
 
 interpreted = outcomes_of(__file__)
 
@@ -72,6 +72,15 @@ def check_draws() -> None:
     with interpreted_logarithms():
         for size, num_known, vocab_size in ((4, 40, 60), (3, 1100, 3000)):
             check_draws("cpu", size, num_known, vocab_size, torch.float32)
+
+
+def check_look_ups() -> None:
+    from speculative_step_cases import check_kept_tokens, check_look_up
+
+    for size, num_rows, longest, window in ((1, 4, 40, (1, 3)), (5, 8, 1300, (1, 12)), (9, 2, 9000, (2, 5))):
+        check_look_up("cpu", size, num_rows, longest, *window)
+    for size, num_rows in ((1, 4), (7, 1), (40, 9)):
+        check_kept_tokens("cpu", size, num_rows)
 
 
 if __name__ == "__main__":
