@@ -122,6 +122,19 @@ def test_litellm(server: LiveServer, reference: transformers.PreTrainedModel) ->
     close([one["embedding"] for one in answer.data], [embedding_of(reference, ids_of(text)) for text in TEXTS])
 
 
+@pytest.mark.parametrize("provider", ["hosted_vllm", "jina_ai", "cohere"])
+def test_rerank_clients(server: LiveServer, reference: transformers.PreTrainedModel, provider: str) -> None:
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    address = f"{server.base_url}/v2/rerank" if provider == "cohere" else f"{server.base_url}/v1"
+    answer = litellm.rerank(
+        model=f"{provider}/tiny", query=TEXTS[0], documents=[TEXTS[1], TEXTS[0]], top_n=2, api_base=address,
+        api_key="none",
+    )  # fmt: skip
+    other = embedding_of(reference, ids_of(TEXTS[0])) @ embedding_of(reference, ids_of(TEXTS[1]))
+    assert [one["index"] for one in answer.results] == [1, 0]
+    close([one["relevance_score"] for one in answer.results], [1.0, other])
+
+
 BAD = [
     ({}, "input"),
     ({"input": ""}, "empty"),

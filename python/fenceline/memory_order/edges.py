@@ -115,7 +115,10 @@ SCHEDULE_AFTER_FORWARD = Edge(
     sites=(*_RINGS, (_MASKS, _MASKS_COVERED)),
 )
 COPY_AFTER_FORWARD = Edge(
-    "copy_after_forward", ((_COPY, _FORWARD),), (Hazard.RAW,), "sampled tokens and logprobs in the result ring"
+    "copy_after_forward",
+    ((_COPY, _FORWARD),),
+    (Hazard.RAW,),
+    "sampled tokens, logprobs and embeddings in the result ring",
 )
 HOST_AFTER_COPY = Edge(
     "host_after_copy",
