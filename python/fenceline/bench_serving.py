@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from fenceline.benchmarking.args import build_parser
+from fenceline.benchmarking.comparison import compare_results
 from fenceline.benchmarking.runner import exit_status, run_benchmark
 
 __all__ = ["main", "run_benchmark"]
@@ -19,6 +20,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m fenceline.bench_s
     (argparse itself leaves with 2 on unknown flags.)"""
     args = build_parser(prog).parse_args(argv)
     try:
+        if args.compare:
+            print(compare_results(*args.compare))
+            return 0
         return exit_status(run_benchmark(args))
     except ValueError as error:
         print(f"bench_serving: {error}", file=sys.stderr)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from fenceline.benchmarking.endpoints import BACKENDS, backend_kind
 
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DATASETS = ("sharegpt", "custom", "random", "random-ids", "generated-shared-prefix", "multi-turn", "image")
 IMAGE_SIZES = {"4k": (2160, 3840), "1080p": (1080, 1920), "720p": (720, 1280), "360p": (360, 640)}
 """The named values of --image-resolution: height, width."""
@@ -69,7 +73,30 @@ class BenchArgs:
         None, "Number of images that all requests share, each sent before the measurement; default: no image is twice."
     )
     request_rate: float = _arg(float("inf"), "Poisson arrivals per second; inf sends all at once.", begins="load")
+    burstiness: float = _arg(
+        1.0, "Gamma-distributed gaps at that rate: below 1 in bursts, 1 Poisson, above 1 more even, inf even."
+    )
+    ramp_up_strategy: str | None = _arg(
+        None,
+        "Instead of --request-rate, a rate that grows with each request from start to end.",
+        choices=["linear", "exponential"],
+    )
+    ramp_up_start_rps: float | None = _arg(None, "Requests per second at the start of the ramp.")
+    ramp_up_end_rps: float | None = _arg(None, "Requests per second at its end.")
     max_concurrency: int | None = _arg(None, "Maximum number of requests (or conversations) in flight.")
+    goodput: tuple[str, ...] = _arg(
+        (),
+        "Report how many requests meet all these limits: milliseconds of ttft, tpot, e2el, as in ttft:500 tpot:25.",
+        metavar="METRIC:MS",
+        nargs="+",
+    )
+    find_max_goodput: float = _arg(
+        0.0,
+        "Search the highest rate at which this share of the requests (0.99 by default, 0: off) meets --goodput.",
+        metavar="SHARE",
+        nargs="?",
+        const=0.99,
+    )
     warmup_requests: int = _arg(1, "Number of short requests before the measurement.")
     flush_cache: bool = _arg(False, "Flush the server's cache after the warm-up.")
     seed: int = _arg(1, "Seed of prompts, lengths, arrivals and samples.")
@@ -80,6 +107,10 @@ class BenchArgs:
     lora_name: tuple[str, ...] = _arg((), "LoRA adapters; each request draws one.", nargs="*")
     output_file: str | None = _arg(None, "JSONL file to append to; default: named after the run.", begins="output")
     output_details: bool = _arg(False, "Add per-request arrays to the line.")
+    plot: str | None = _arg(None, "Draw the run: a page FILE.html, or FILE.png with matplotlib.", metavar="FILE")
+    compare: tuple[str, ...] = _arg(
+        (), "Send nothing; print the last results of two output files side by side.", metavar=("A", "B"), nargs=2
+    )
     disable_tqdm: bool = _arg(False, "No progress bar.")
     tag: str | None = _arg(None, "A label that is written to the output line.")
     profile: bool = _arg(False, "Profile the run (/start_profile, /stop_profile).")
@@ -114,6 +145,11 @@ class BenchArgs:
         return dict(json.loads(self.extra_request_body)) if self.extra_request_body else {}
 
     @property
+    def goodput_limits(self) -> dict[str, float]:
+        """The limits of ``--goodput`` in milliseconds, by metric. :func:`check` has checked them."""
+        return {name: float(limit) for name, _, limit in (pair.partition(":") for pair in self.goodput)}
+
+    @property
     def headers(self) -> dict[str, str]:
         """The HTTP headers of every request, including the authorization."""
         headers = dict(pair.split("=", 1) for pair in self.header)
@@ -134,6 +170,9 @@ def check(args: BenchArgs) -> None:
             "or use --dataset-name random"
         )
     _check_ranges(args)
+    _check_goodput(args)
+    _check_search(args)
+    _check_files(args)
     if any("=" not in pair for pair in args.header):
         raise ValueError("--header takes KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
     if args.tokenize_prompt and backend_kind(args.backend) == "chat":
@@ -177,10 +216,71 @@ def _check_ranges(args: BenchArgs) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie between 0 and 1")
     if not args.request_rate > 0:
         raise ValueError(f"--request-rate {args.request_rate}: must be positive, or inf to send all at once")
+    if not args.burstiness > 0:
+        raise ValueError(f"--burstiness {args.burstiness}: must be positive, 1 for a Poisson process")
+    rated = args.request_rate < math.inf or args.ramp_up_strategy or args.find_max_goodput
+    if args.burstiness != 1 and not rated:
+        raise ValueError(f"--burstiness {args.burstiness}: nothing arrives at a rate; pass --request-rate R too")
+    _check_ramp(args)
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed}: must be 0 or more")
     if args.warmup_requests < 0 or args.check_determinism < 0:
         raise ValueError("--warmup-requests and --check-determinism take 0 or more")
+
+
+def _check_ramp(args: BenchArgs) -> None:
+    ends = (args.ramp_up_start_rps, args.ramp_up_end_rps)
+    if args.ramp_up_strategy is None:
+        if ends != (None, None):
+            raise ValueError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear or exponential")
+        return
+    if args.ramp_up_strategy not in ("linear", "exponential"):
+        raise ValueError(f"--ramp-up-strategy {args.ramp_up_strategy}: choose linear or exponential")
+    if not all(end is not None and 0 < end < math.inf for end in ends):
+        raise ValueError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, both positive and finite")
+    if args.request_rate != math.inf:
+        raise ValueError("--ramp-up-strategy takes the place of --request-rate: leave that out")
+
+
+def _check_goodput(args: BenchArgs) -> None:
+    metrics = [pair.partition(":")[0] for pair in args.goodput]
+    for metric, pair in zip(metrics, args.goodput, strict=True):
+        try:
+            limit = float(pair.partition(":")[2])
+        except ValueError:
+            limit = 0.0
+        if metric not in GOODPUT_METRICS or not limit > 0 or metrics.count(metric) > 1:
+            raise ValueError(
+                f"--goodput {pair}: give {', '.join(GOODPUT_METRICS)}, each at most once, with milliseconds above 0, "
+                "as in --goodput ttft:500 tpot:25"
+            )
+
+
+def _check_search(args: BenchArgs) -> None:
+    if not 0 <= args.find_max_goodput <= 1:
+        raise ValueError(f"--find-max-goodput {args.find_max_goodput}: a share between 0 and 1, as in 0.99")
+    if not args.find_max_goodput:
+        return
+    if not args.goodput:
+        raise ValueError("--find-max-goodput needs the limits: pass --goodput too, as in --goodput ttft:500 tpot:25")
+    if args.ramp_up_strategy or args.request_rate != math.inf:
+        raise ValueError("--find-max-goodput chooses the rates: leave out --request-rate and --ramp-up-strategy")
+    if args.profile:
+        raise ValueError("--find-max-goodput makes many runs: profile one of them, with --request-rate and --profile")
+
+
+def _check_files(args: BenchArgs) -> None:
+    """What is written after the run must be known to be writable before it."""
+    if args.plot:
+        suffix = Path(args.plot).suffix.lower()
+        if suffix not in (".html", ".png"):
+            raise ValueError(f"--plot {args.plot}: give a name that ends in .html or .png")
+        if suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f"--plot {args.plot}: needs matplotlib: pip install matplotlib, or end the name in .html")
+    for flag, name in (("--plot", args.plot), ("--output-file", args.output_file)):
+        path = Path(name or ".").expanduser()
+        if name and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise ValueError(f"{flag} {name}: cannot be written; name a file in a folder that exists")
 
 
 def _check_extra_body(args: BenchArgs) -> None:

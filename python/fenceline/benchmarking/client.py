@@ -49,6 +49,7 @@ class TokenClock:
     ttft: float = 0.0
     last: float = 0.0
     itl: list[float] = field(default_factory=list)
+    longest_gap: float = 0.0
 
     def advance(self, num_tokens: int, now: float) -> None:
         """At the time ``now``, ``num_tokens`` tokens have arrived since the start. If several are new, the time since
@@ -59,7 +60,9 @@ class TokenClock:
         if self.num_tokens == 0:
             self.ttft = now - self.start
         else:
-            self.itl.extend([(now - self.last) / new] * new)
+            gap = now - self.last
+            self.itl.extend([gap / new] * new)
+            self.longest_gap = max(self.longest_gap, gap)
         self.num_tokens = num_tokens
         self.last = now
 
@@ -147,6 +150,7 @@ class NativeRecorder:
             latency=now - clock.start,
             ttft=clock.ttft,
             itl=clock.itl,
+            longest_gap=clock.longest_gap,
         )
 
     def _take(self, event: object) -> None:
@@ -228,6 +232,7 @@ class OpenAIRecorder:
             latency=now - self._start,
             ttft=clock.ttft,
             itl=clock.itl,
+            longest_gap=max((late - early for (early, _), (late, _) in pairwise(self._arrivals)), default=0.0),
         )
 
     def _shared_out(self, total: int) -> TokenClock:

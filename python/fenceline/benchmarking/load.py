@@ -87,12 +87,34 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Ramp:
+    """A rate that goes from ``start`` to ``end`` requests per second, by equal steps (``strategy`` linear) or ratios
+    (exponential) per request."""
+
+    strategy: str
+    start: float
+    end: float
+
+
+def ramp_of(args: BenchArgs) -> Ramp | None:
+    """The ramp of --ramp-up-strategy, whose flags are checked; None without it."""
+    if args.ramp_up_strategy is None:
+        return None
+    assert args.ramp_up_start_rps is not None and args.ramp_up_end_rps is not None, "checked"
+    return Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How the requests are sent. ``request_rate`` is in requests per second (inf: all at once). ``max_concurrency``
-    limits the requests or conversations in flight (None: no limit). ``sampling_seed`` is the seed of the first request
-    if requests are sampled at random and must be repeatable, else None; each further request has the next number."""
+    """How the requests are sent. ``request_rate`` is in requests per second (inf: all at once), unless there is a
+    ``ramp``; the gaps between arrivals are drawn from a gamma distribution with the shape ``burstiness``.
+    ``max_concurrency`` limits the requests or conversations in flight (None: no limit). ``sampling_seed`` is the seed
+    of the first request if requests are sampled at random and must be repeatable, else None; each further request has
+    the next number."""
 
     request_rate: float = float("inf")
+    burstiness: float = 1.0
+    ramp: Ramp | None = None
     max_concurrency: int | None = None
     seed: int = 1
     sampling_seed: int | None = None
@@ -109,11 +131,18 @@ class LoadResult:
     duration: float
 
 
-def arrival_times(num: int, request_rate: float, rng: np.random.Generator) -> np.ndarray:
-    """When requests arrive, in seconds after the start: a Poisson process that begins with 0. Float64 [num]."""
-    if request_rate == float("inf"):
+def arrival_times(num: int, plan: LoadPlan, rng: np.random.Generator) -> np.ndarray:
+    """When requests arrive, in seconds after the start, the first at 0. Float64 [num]."""
+    if plan.ramp is not None:
+        space = np.linspace if plan.ramp.strategy == "linear" else np.geomspace
+        mean_gaps = 1.0 / space(plan.ramp.start, plan.ramp.end, num)
+    elif plan.request_rate == float("inf"):
         return np.zeros(num)
-    gaps = rng.exponential(1.0 / request_rate, size=num)
+    else:
+        mean_gaps = np.full(num, 1.0 / plan.request_rate)
+    gaps = mean_gaps
+    if plan.burstiness != float("inf"):  # the limit of ever more even gaps, which no generator draws
+        gaps = rng.gamma(plan.burstiness, mean_gaps / plan.burstiness)
     return np.concatenate(([0.0], np.cumsum(gaps)[:-1])) if num else np.zeros(0)
 
 
@@ -122,7 +151,7 @@ async def run_load(
 ) -> LoadResult:
     """Send every request at its time and wait for all replies."""
     rng = np.random.default_rng([plan.seed, 1])
-    arrivals = arrival_times(len(requests), plan.request_rate, rng)
+    arrivals = arrival_times(len(requests), plan, rng)
     loras = rng.integers(0, max(1, len(plan.lora_names)), size=len(requests))
     gate: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(plan.max_concurrency) if plan.max_concurrency else nullcontext()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fenceline.benchmarking.load import LoadResult
-from fenceline.benchmarking.records import RequestOutput
+from fenceline.benchmarking.records import Reply, RequestOutput
 from fenceline.benchmarking.tokenizer import Tokenizer
 
 _PEAK_WINDOW_S = 1.0
@@ -49,9 +49,10 @@ class TurnMetrics:
 @dataclass(frozen=True, slots=True)
 class BenchmarkMetrics:
     """The figures of one run. Counts are of successful requests, and each turn counts as a request. ``duration`` is in
-    seconds. ``total_output_retokenized`` and ``total_cached`` are None if they are not known.
-    ``max_output_tokens_per_s`` is the largest number of tokens that arrived within one second, and
-    ``max_concurrent_requests`` the largest number of requests in flight at the same time."""
+    seconds. ``total_output_retokenized`` and ``total_cached`` are None if they are not known. ``longest_gap`` is over
+    requests: of each the longest time between two arrivals. ``good`` is the number of requests that met every limit of
+    --goodput, None without it. ``max_output_tokens_per_s`` is the largest number of tokens that arrived within one
+    second, and ``max_concurrent_requests`` the largest number of requests in flight at the same time."""
 
     duration: float
     completed: int
@@ -67,13 +68,24 @@ class BenchmarkMetrics:
     ttft: Summary
     tpot: Summary
     itl: Summary
-    longest_gap: Summary  # of each request, between two of its tokens
+    longest_gap: Summary
+    good: int | None = None
     turns: tuple[TurnMetrics, ...] = ()
     errors: tuple[tuple[str, int], ...] = ()
 
     @property
     def request_throughput(self) -> float:
         return self.completed / self.duration
+
+    @property
+    def request_goodput(self) -> float | None:
+        """Requests a second that met every limit."""
+        return None if self.good is None else self.good / self.duration
+
+    @property
+    def good_fraction(self) -> float | None:
+        """The share of all requests, failed ones included, that met every limit."""
+        return None if self.good is None else self.good / max(1, self.completed + self.failed)
 
     @property
     def input_throughput(self) -> float:
@@ -88,12 +100,14 @@ class BenchmarkMetrics:
         return (self.total_input + self.total_output) / self.duration
 
 
-def calculate_metrics(result: LoadResult, tokenizer: Tokenizer | None) -> BenchmarkMetrics:
-    """Compute the figures of a run. With a tokenizer, the tokens of the output texts are also counted by it."""
+def calculate_metrics(
+    result: LoadResult, tokenizer: Tokenizer | None, limits: Mapping[str, float] | None = None
+) -> BenchmarkMetrics:
+    """Compute the figures of a run. With a tokenizer, the tokens of the output texts are also counted by it.
+    ``limits``: those of --goodput, see :func:`is_good`."""
     good = [output for output in result.outputs if output.reply.success]
     replies = [output.reply for output in good]
     cached = [reply.cached_tokens for reply in replies if reply.cached_tokens is not None]
-    tpots = [(reply.latency - reply.ttft) / (reply.output_len - 1) for reply in replies if reply.output_len > 1]
     failures = Counter(output.reply.error for output in result.outputs if not output.reply.success)
     return BenchmarkMetrics(
         duration=result.duration,
@@ -108,12 +122,19 @@ def calculate_metrics(result: LoadResult, tokenizer: Tokenizer | None) -> Benchm
         max_concurrent_requests=peak_concurrency(good),
         e2e_latency=Summary.of_seconds([reply.latency for reply in replies]),
         ttft=Summary.of_seconds([reply.ttft for reply in replies]),
-        tpot=Summary.of_seconds(tpots),
+        tpot=Summary.of_seconds([reply.tpot for reply in replies if reply.output_len > 1]),
         itl=Summary.of_seconds([gap for reply in replies for gap in reply.itl]),
-        longest_gap=Summary.of_seconds([max(reply.itl) for reply in replies if reply.itl]),
+        longest_gap=Summary.of_seconds([reply.longest_gap for reply in replies if reply.itl]),
+        good=sum(is_good(reply, limits) for reply in replies) if limits else None,
         turns=_turn_metrics(result.outputs),
         errors=tuple(failures.most_common()),
     )
+
+
+def is_good(reply: Reply, limits: Mapping[str, float]) -> bool:
+    """Whether a successful request met all ``limits``: milliseconds by the names ttft, tpot and e2el."""
+    times = {"ttft": reply.ttft, "tpot": reply.tpot, "e2el": reply.latency}
+    return all(times[name] * 1000.0 <= limit for name, limit in limits.items())
 
 
 def _retokenized(outputs: list[RequestOutput], tokenizer: Tokenizer | None) -> int | None:

@@ -54,7 +54,8 @@ class Call:
 class Reply:
     """The result of one HTTP request. Times are in seconds; ``start_time`` is a value of ``time.perf_counter()``.
     ``prompt_tokens`` and ``cached_tokens`` are the server's counts, None if it does not report them. ``ttft`` is 0 for
-    a reply without tokens. ``itl`` has one entry for each token after those of the first chunk."""
+    a reply without tokens. ``itl`` has one entry for each token after those of the first chunk. ``longest_gap`` is
+    the longest time between two arrivals, however many tokens the later one brought; 0 if there was only one."""
 
     success: bool
     error: str = ""
@@ -67,6 +68,12 @@ class Reply:
     latency: float = 0.0
     ttft: float = 0.0
     itl: list[float] = field(default_factory=list)
+    longest_gap: float = 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Seconds for each token after the first; 0 for a single token, which meets any limit."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.determinism import DeterminismResult
+from fenceline.benchmarking.goodput import Trial, best_of
 from fenceline.benchmarking.metrics import BenchmarkMetrics, Summary
 from fenceline.benchmarking.records import RequestOutput
 
@@ -23,7 +26,7 @@ def format_report(args: BenchArgs, metrics: BenchmarkMetrics, accept_length: flo
     lines += _section("Time to First Token", "TTFT", metrics.ttft)
     lines += _section("Time per Output Token (excl. 1st token)", "TPOT", metrics.tpot)
     lines += _section("Inter-Token Latency", "ITL", metrics.itl)
-    lines += _section("Longest Gap of a Request", "gap", metrics.longest_gap)
+    lines += _section("Longest Gap of a Request", "Longest Gap", metrics.longest_gap)
     if metrics.turns:
         lines.append("Time to First Token by Turn".center(_WIDTH, "-"))
         for turn in metrics.turns:
@@ -42,6 +45,8 @@ def _head(args: BenchArgs, metrics: BenchmarkMetrics, accept_length: float | Non
         ("Total generated tokens:", metrics.total_output),
         ("Total generated tokens (retokenized):", metrics.total_output_retokenized),
         ("Request throughput (req/s):", metrics.request_throughput),
+        ("Request goodput (req/s):", metrics.request_goodput),
+        ("Requests within the limits (%):", None if metrics.good_fraction is None else 100 * metrics.good_fraction),
         ("Input token throughput (tok/s):", metrics.input_throughput),
         ("Output token throughput (tok/s):", metrics.output_throughput),
         ("Peak output token throughput (tok/s):", metrics.max_output_tokens_per_s),
@@ -52,7 +57,7 @@ def _head(args: BenchArgs, metrics: BenchmarkMetrics, accept_length: float | Non
     ]
     lines = [
         _line("Backend:", args.backend),
-        _line("Traffic request rate:", str(args.request_rate)),
+        _line("Traffic request rate:", traffic(args)),
         _line("Max request concurrency:", args.max_concurrency or "not set"),
         _line("Successful requests:", metrics.completed),
         _line("Failed requests:", metrics.failed),
@@ -60,6 +65,14 @@ def _head(args: BenchArgs, metrics: BenchmarkMetrics, accept_length: float | Non
         _line("Total input tokens:", metrics.total_input),
     ]
     return lines + [_line(label, value) for label, value in optional if value is not None]
+
+
+def traffic(args: BenchArgs) -> str:
+    """The rate of requests in words."""
+    text = str(args.request_rate)
+    if args.ramp_up_strategy:
+        text = f"{args.ramp_up_start_rps:g} to {args.ramp_up_end_rps:g} ({args.ramp_up_strategy})"
+    return text if args.burstiness == 1 else f"{text}, burstiness {args.burstiness:g}"
 
 
 def _line(label: str, value: int | float | str) -> str:
@@ -97,6 +110,34 @@ def format_determinism(result: DeterminismResult) -> str:
     return "\n".join(lines)
 
 
+def format_trial(trial: Trial) -> str:
+    """One run of --find-max-goodput, in a line."""
+    return (
+        f"Rate {trial.request_rate:.4g} req/s: {100 * trial.good_request_fraction:.2f} % within the limits, "
+        f"goodput {trial.request_goodput:.2f} req/s"
+    )
+
+
+def format_search(trials: Sequence[Trial], wanted: float) -> str:
+    """What --find-max-goodput found."""
+    best = best_of(trials, wanted)
+    if best is None:
+        return f"Maximum goodput: none, at no rate {100 * wanted:g} % of the requests met the limits"
+    if best.request_rate == float("inf"):
+        return "Maximum goodput: not reached, all requests at once met the limits; raise --num-prompts"
+    return f"Maximum goodput: {best.request_goodput:.2f} req/s at a rate of {best.request_rate:.4g} req/s"
+
+
+def search_dict(trials: Sequence[Trial], wanted: float) -> dict[str, Any]:
+    """The part of the JSONL object for --find-max-goodput; a rate of None: no rate met the limits."""
+    best = best_of(trials, wanted)
+    return {
+        "max_goodput_share": wanted,
+        "max_goodput_rate": best.request_rate if best else None,
+        "max_goodput_trials": [asdict(trial) for trial in trials],
+    }
+
+
 def result_dict(
     args: BenchArgs, metrics: BenchmarkMetrics, accept_length: float | None, server_info: object
 ) -> dict[str, Any]:
@@ -106,6 +147,10 @@ def result_dict(
         "backend": args.backend,
         "dataset_name": args.dataset_name,
         "request_rate": args.request_rate,
+        "burstiness": args.burstiness,
+        "ramp_up_strategy": args.ramp_up_strategy,
+        "ramp_up_start_rps": args.ramp_up_start_rps,
+        "ramp_up_end_rps": args.ramp_up_end_rps,
         "max_concurrency": args.max_concurrency,
         "sharegpt_output_len": args.sharegpt_output_len,
         "random_input_len": args.random_input_len,
@@ -122,6 +167,10 @@ def result_dict(
         "total_output_tokens": metrics.total_output,
         "total_output_tokens_retokenized": metrics.total_output_retokenized,
         "request_throughput": metrics.request_throughput,
+        "goodput": args.goodput_limits or None,
+        "request_goodput": metrics.request_goodput,
+        "good_request_count": metrics.good,
+        "good_request_fraction": metrics.good_fraction,
         "input_throughput": metrics.input_throughput,
         "output_throughput": metrics.output_throughput,
         "total_throughput": metrics.total_throughput,
@@ -151,6 +200,7 @@ def result_details(outputs: list[RequestOutput]) -> dict[str, Any]:
         "output_lens": [output.reply.output_len if output.reply.success else 0 for output in outputs],
         "ttfts": [output.reply.ttft for output in outputs],
         "itls": [output.reply.itl for output in outputs],
+        "longest_gaps": [output.reply.longest_gap for output in outputs],
         "generated_texts": [output.reply.text for output in outputs],
         "errors": [output.reply.error for output in outputs],
     }
@@ -160,10 +210,14 @@ def output_path(args: BenchArgs) -> Path:
     """--output-file; by default a name made of the backend, the current month and day, and the workload."""
     if args.output_file:
         return Path(args.output_file).expanduser()
-    workload = args.dataset_name
+    return Path(f"{args.backend}_{datetime.now().strftime('%m%d')}_{workload(args)}.jsonl")
+
+
+def workload(args: BenchArgs) -> str:
+    """What is sent, in short, for names."""
     if args.dataset_name.startswith("random"):
-        workload = f"{args.random_input_len}_{args.random_output_len}"
-    return Path(f"{args.backend}_{datetime.now().strftime('%m%d')}_{args.num_prompts}_{workload}.jsonl")
+        return f"{args.num_prompts}_{args.random_input_len}_{args.random_output_len}"
+    return f"{args.num_prompts}_{args.dataset_name}"
 
 
 def append_line(path: Path, result: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -16,8 +16,18 @@ from fenceline.benchmarking.client import Client, open_session, raise_file_limit
 from fenceline.benchmarking.datasets import build_requests, build_warm_up
 from fenceline.benchmarking.determinism import check_determinism
 from fenceline.benchmarking.endpoints import Endpoint, backend_kind, is_sampled, server_url
-from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, check_template, prompt_style, run_load
-from fenceline.benchmarking.metrics import calculate_metrics
+from fenceline.benchmarking.goodput import Trial, best_of, find_max_goodput
+from fenceline.benchmarking.load import (
+    Conversation,
+    LoadPlan,
+    LoadResult,
+    check_template,
+    prompt_style,
+    ramp_of,
+    run_load,
+)
+from fenceline.benchmarking.metrics import BenchmarkMetrics, calculate_metrics
+from fenceline.benchmarking.plot import charts, write_plot
 from fenceline.benchmarking.records import BenchRequest, Call
 from fenceline.benchmarking.tokenizer import Tokenizer, load_tokenizer
 
@@ -134,27 +144,64 @@ def run_async(main: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         return runner.run(main)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is over: the arguments it had, its replies and their figures."""
+
+    args: BenchArgs
+    load: LoadResult
+    metrics: BenchmarkMetrics
+
+
 async def _run(args: BenchArgs) -> dict[str, Any]:
     root = server_url(args.backend, args.base_url, args.host, args.port)
     async with open_session(args.headers) as session:
         model = await resolve_model(session, root, args)
         tokenizer = _tokenizer(args, model)
         check_template(args, tokenizer)
-        requests = build_requests(args, tokenizer)
-        _print_sizes(requests)
         client = Client(session, _endpoint(args, root, model.name))
-        load = await _measure(session, client, args, requests, tokenizer)
+
+        async def once(args: BenchArgs) -> Run:
+            requests = build_requests(args, tokenizer)
+            _print_sizes(requests)
+            load = await _measure(session, client, args, requests, tokenizer)
+            return Run(args, load, calculate_metrics(load, tokenizer, args.goodput_limits))
+
+        run, trials = await _search(args, once) if args.find_max_goodput else (await once(args), [])
+        args, load = run.args, run.load
         info, accept_length = await get_server_info(session, root, args)
-        metrics = calculate_metrics(load, tokenizer)
-        print(report.format_report(args, metrics, accept_length), flush=True)
-        result = report.result_dict(args, metrics, accept_length, info)
+        text = report.format_report(args, run.metrics, accept_length)
+        result = report.result_dict(args, run.metrics, accept_length, info)
+        if trials:
+            text += "\n" + report.format_search(trials, args.find_max_goodput)
+            result |= report.search_dict(trials, args.find_max_goodput)
+        print(text, flush=True)
         if args.check_determinism:
             found = await check_determinism(client, load.outputs, args.check_determinism, args.seed)
             print(report.format_determinism(found), flush=True)
             result["determinism"] = asdict(found)
     details = report.result_details(load.outputs)
     report.append_line(report.output_path(args), result | details if args.output_details else result)
+    if args.plot:
+        title = " ".join(filter(None, [model.name, args.tag, args.backend, report.workload(args)]))
+        write_plot(args.plot, title, text, charts(load, trials))
     return result | details
+
+
+async def _search(args: BenchArgs, once: Callable[[BenchArgs], Awaitable[Run]]) -> tuple[Run, list[Trial]]:
+    """The runs of --find-max-goodput, and the best of them: the last one if no rate met the limits."""
+    runs: dict[int, Run] = {}
+
+    async def probe(rate: float, seed: int) -> Trial:
+        run = runs[seed] = await once(replace(args, request_rate=rate, seed=seed))
+        goodput, fraction = run.metrics.request_goodput, run.metrics.good_fraction
+        assert goodput is not None and fraction is not None, "--goodput is checked"
+        trial = Trial(rate, seed, run.metrics.request_throughput, goodput, fraction)
+        print(report.format_trial(trial), flush=True)
+        return trial
+
+    trials = await find_max_goodput(probe, args.find_max_goodput, args.seed)
+    return runs[(best_of(trials, args.find_max_goodput) or trials[-1]).seed], trials
 
 
 def _endpoint(args: BenchArgs, root: str, model: str) -> Endpoint:
@@ -201,6 +248,8 @@ async def _measure(
         print("Profiler started", flush=True)
     plan = LoadPlan(
         request_rate=args.request_rate,
+        burstiness=args.burstiness,
+        ramp=ramp_of(args),
         max_concurrency=args.max_concurrency,
         seed=args.seed,
         # A request that is sampled at random can be repeated only with its seed.

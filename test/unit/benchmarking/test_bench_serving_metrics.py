@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fenceline.benchmarking.client import Client, NativeRecorder, OpenAIRecorder, SseSplitter, TokenClock
 from fenceline.benchmarking.determinism import compare
-from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, arrival_times, run_load
+from fenceline.benchmarking.goodput import Trial, best_of, find_max_goodput
+from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, Ramp, arrival_times, run_load
 from fenceline.benchmarking.metrics import Summary, calculate_metrics, peak_concurrency, peak_token_rate, token_times
 from fenceline.benchmarking.records import BenchRequest, Call, Reply, RequestOutput, Turn
 
@@ -78,6 +79,7 @@ def test_a_chunk_of_several_tokens_shares_its_gap() -> None:
     assert reply.success and reply.output_len == 8
     assert reply.ttft == pytest.approx(0.5)
     assert reply.itl == pytest.approx([0.1] * 4 + [0.1] * 2 + [0.2])
+    assert reply.longest_gap == pytest.approx(0.4)  # what a reader waited, not its share
     assert reply.latency == pytest.approx(1.4)
     assert (reply.text, reply.output_ids) == ("x" * 8, list(range(8)))
     assert (reply.prompt_tokens, reply.cached_tokens) == (7, 3)
@@ -141,6 +143,7 @@ def test_openai_counts_come_from_usage_in_chunks() -> None:
     reply = recorder.finish(3.5)
     assert (reply.output_len, reply.prompt_tokens, reply.text) == (6, 9, "abcdef")
     assert reply.itl == pytest.approx([0.5] * 4)
+    assert reply.longest_gap == pytest.approx(2.0)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=20), st.integers(0, 3))
@@ -156,6 +159,7 @@ def test_openai_total_is_shared_over_chunks_without_counts(lens: list[int], extr
     assert reply.success and reply.output_len == total
     assert reply.ttft == pytest.approx(1.0)
     assert sum(reply.itl) == pytest.approx(len(lens) - 1.0)
+    assert reply.longest_gap == (1.0 if len(lens) > 1 else 0.0)
     assert len(reply.itl) <= total - 1 or len(lens) == 1
     if extra == 0:  # one token per character: exact
         assert reply.itl == pytest.approx([1.0 / n for n in lens[1:] for _ in range(n)])
@@ -179,7 +183,8 @@ def test_percentiles_interpolate_between_sorted_values(values: list[float]) -> N
 
 
 def test_metrics_of_a_known_run() -> None:
-    one = Reply(True, text="a b c", output_len=3, start_time=0.0, latency=2.0, ttft=1.0, itl=[0.5, 0.5])
+    times = {"start_time": 0.0, "latency": 2.0, "ttft": 1.0}
+    one = Reply(True, text="a b c", output_len=3, itl=[0.5, 0.5], longest_gap=0.5, **times)  # type: ignore[arg-type]
     two = Reply(True, text="a", output_len=1, cached_tokens=4, start_time=1.0, latency=1.0, ttft=1.0)
     bad = Reply(False, error="HTTP 500", start_time=1.0)
     result = LoadResult([output(one), output(two, 1), output(bad, 2), output(bad, 3)], 0.0, 4.0)
@@ -191,11 +196,56 @@ def test_metrics_of_a_known_run() -> None:
     assert metrics.tpot.mean == pytest.approx(500.0)  # (2 - 1) / (3 - 1); a single token has none
     assert metrics.ttft.mean == pytest.approx(1000.0)
     assert metrics.itl.max == pytest.approx(500.0)
+    assert metrics.longest_gap.median == pytest.approx(500.0)  # a request of one token has none
+    assert metrics.good is None and metrics.request_goodput is None
     assert metrics.e2e_latency.median == pytest.approx(1500.0)
     assert metrics.concurrency == pytest.approx(0.75)
     assert metrics.max_concurrent_requests == 2
     assert metrics.max_output_tokens_per_s == 3.0  # 1.5, 2.0 and 2.0
     assert metrics.turns == ()
+
+
+def test_goodput_counts_who_met_every_limit_of_all_that_were_sent() -> None:
+    def reply(ttft: float, tpot: float, num: int = 11) -> RequestOutput:
+        return output(Reply(True, output_len=num, ttft=ttft, latency=ttft + tpot * (num - 1)))
+
+    outputs = [reply(0.5, 0.025), reply(0.6, 0.01), reply(0.1, 0.03), reply(0.2, 0.0, num=1), output(Reply(False))]
+    result = LoadResult(outputs, 0.0, 4.0)
+
+    def good(**limits: float) -> int | None:
+        return calculate_metrics(result, None, limits).good
+
+    assert good(ttft=500.0, tpot=26.0) == 2  # a limit may be reached, and one token has no TPOT to miss
+    assert (good(ttft=600.0), good(tpot=26.0), good(e2el=400.0), good(e2el=1.0)) == (4, 3, 2, 0)
+    metrics = calculate_metrics(result, None, {"ttft": 500.0})
+    assert (metrics.request_goodput, metrics.good_fraction) == (3 / 4.0, 3 / 5)
+
+
+@pytest.mark.parametrize(("capacity", "limit"), [(20.0, 13.0), (20.0, 31.0), (20.0, 0.3)])
+async def test_the_search_closes_in_on_the_highest_rate(capacity: float, limit: float) -> None:
+    probed: list[tuple[float, int]] = []
+
+    async def probe(rate: float, seed: int) -> Trial:
+        probed.append((rate, seed))
+        return Trial(rate, seed, min(rate, capacity), 0.0, 1.0 if rate <= limit else 0.98)
+
+    trials = await find_max_goodput(probe, 0.99, seed=7)
+    best = best_of(trials, 0.99)
+    assert probed[0][0] == float("inf") and [seed for _, seed in probed] == list(range(7, 7 + len(probed)))
+    assert len(probed) < 10
+    if limit < capacity / 20:
+        assert best is None
+    else:
+        assert best is not None and 0.95 * limit <= best.request_rate <= limit
+
+
+async def test_the_search_ends_where_no_rate_is_too_high_or_nothing_is_answered() -> None:
+    for throughput, fraction in ((20.0, 1.0), (0.0, 0.0)):
+
+        async def probe(rate: float, seed: int) -> Trial:
+            return Trial(rate, seed, throughput, 0.0, fraction)  # noqa: B023
+
+        assert len(await find_max_goodput(probe, 0.99, seed=1)) == 1
 
 
 def test_ttft_by_turn() -> None:
@@ -227,13 +277,32 @@ def test_token_times_place_every_token() -> None:
 
 
 def test_arrivals_are_poisson_seeded_and_start_at_once() -> None:
-    times = arrival_times(20_000, 10.0, np.random.default_rng(5))
+    times = arrival_times(20_000, LoadPlan(10.0), np.random.default_rng(5))
     gaps = np.diff(times)
     assert times[0] == 0.0 and (gaps >= 0).all()
     assert gaps.mean() == pytest.approx(0.1, rel=0.05)
     assert gaps.std() == pytest.approx(0.1, rel=0.05)  # an exponential's deviation is its mean
-    assert (times == arrival_times(20_000, 10.0, np.random.default_rng(5))).all()
-    assert (arrival_times(3, float("inf"), np.random.default_rng(5)) == 0).all()
+    assert (times == arrival_times(20_000, LoadPlan(10.0), np.random.default_rng(5))).all()
+    assert (times[1:] == np.random.default_rng(5).exponential(0.1, 20_000).cumsum()[:-1]).all()
+    assert (arrival_times(3, LoadPlan(), np.random.default_rng(5)) == 0).all()
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0, float("inf")])
+def test_burstiness_changes_the_spread_and_not_the_rate(burstiness: float) -> None:
+    gaps = np.diff(arrival_times(20_000, LoadPlan(10.0, burstiness), np.random.default_rng(5)))
+    assert gaps.mean() == pytest.approx(0.1, rel=0.05)
+    assert gaps.std() == pytest.approx(0.1 / burstiness**0.5, rel=0.05, abs=1e-12)  # a gamma's coefficient of variation
+
+
+def test_a_ramp_reaches_its_end_by_steps_or_by_ratios() -> None:
+    def rates(strategy: str) -> list[float]:
+        plan = LoadPlan(burstiness=float("inf"), ramp=Ramp(strategy, 2.0, 32.0))
+        return list(1 / np.diff(arrival_times(6, plan, np.random.default_rng(5))))
+
+    assert rates("linear") == pytest.approx([2, 8, 14, 20, 26])
+    assert rates("exponential") == pytest.approx([2 * 16 ** (i / 5) for i in range(5)])
+    spread = arrival_times(9, LoadPlan(ramp=Ramp("linear", 2.0, 32.0)), np.random.default_rng(5))
+    assert len(set(np.diff(spread))) == 8 and (np.diff(spread) > 0).all()
 
 
 def test_compare_names_the_first_difference() -> None:
@@ -259,7 +328,7 @@ async def test_requests_are_not_sent_before_their_arrival() -> None:
     requests = [BenchRequest((Turn("hi", 1, 1),))] * 12
     plan = LoadPlan(request_rate=200.0, seed=3)
     load = await run_load(cast(Client, Stub()), requests, plan, lambda: Conversation("plain"))
-    arrivals = arrival_times(12, 200.0, np.random.default_rng([3, 1]))
+    arrivals = arrival_times(12, plan, np.random.default_rng([3, 1]))
     assert arrivals[-1] > 0.02
     # Lateness is the machine's business, earliness would be a fault (the event loop's clock ticks in ms).
     assert all(at - load.start_time > due - 0.002 for at, due in zip(sent, arrivals, strict=True))

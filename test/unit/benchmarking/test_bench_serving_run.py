@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from aiohttp import web
@@ -155,11 +157,11 @@ def server(tokenizer_path: str) -> Iterator[FakeServer]:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         fake.port = runner.addresses[0][1]
-        started.set()
         return runner
 
     def serve() -> None:
         runner = loop.run_until_complete(start())
+        loop.call_soon(started.set)  # not before it runs forever: it may be stopped at once
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
 
@@ -239,7 +241,8 @@ def test_the_report_and_the_line(
     labels += ["Total generated tokens (retokenized):", "Request throughput (req/s):", "Concurrency:"]
     labels += ["Input token throughput (tok/s):", "Output token throughput (tok/s):", "Accept length:"]
     labels += ["Peak output token throughput (tok/s):", "Peak concurrent requests:", "Total token throughput (tok/s):"]
-    labels += [f"{s} {n} (ms):" for n in ("E2E Latency", "TTFT", "TPOT", "ITL") for s in ("Mean", "Median", "P99")]
+    names = ("E2E Latency", "TTFT", "TPOT", "ITL", "Longest Gap")
+    labels += [f"{s} {n} (ms):" for n in names for s in ("Mean", "Median", "P99")]
     for label in labels:
         assert re.search(rf"^{re.escape(f'{label:<40}')} \S.*$", printed, re.M), label
     for title in ("-End-to-End Latency-", "-Time to First Token-", "-Time per Output Token (excl. 1st token)-"):
@@ -247,11 +250,12 @@ def test_the_report_and_the_line(
     first, second = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     keys = "backend dataset_name request_rate max_concurrency duration completed total_input_tokens concurrency "
     keys += "total_output_tokens request_throughput input_throughput output_throughput total_throughput "
-    keys += " ".join(f"{s}_{n}_ms" for n in ("e2e_latency", "ttft", "tpot", "itl") for s in ("mean", "median", "std"))
+    names = ("e2e_latency", "ttft", "tpot", "itl", "longest_gap")
+    keys += " ".join(f"{s}_{n}_ms" for n in names for s in ("mean", "median", "std"))
     assert set(keys.split()) <= set(first)
     assert first["tag"] == "first" and first["accept_length"] == 2.5
     assert "api_key" not in first["server_info"]
-    assert "itls" not in first and len(second["itls"]) == 5
+    assert "itls" not in first and len(second["itls"]) == len(second["longest_gaps"]) == 5
 
 
 def test_failures_are_counted_with_their_reasons(
@@ -264,6 +268,135 @@ def test_failures_are_counted_with_their_reasons(
     assert result["total_output_tokens"] == 16
     assert re.search(r"^Failed requests: +3 ", printed, re.M)
     assert "3 of 5 requests failed:" in printed and "3 x HTTP 503 Service Unavailable: no room\n" in printed
+
+
+def test_goodput_is_printed_and_written(
+    bench: Callable[..., dict[str, Any]], server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.status_of = lambda number: 503 if number == 2 else 200
+    result = bench(goodput=("ttft:60000", "tpot:60000"))
+    assert (result["good_request_count"], result["good_request_fraction"]) == (4, 0.8)
+    assert result["request_goodput"] == result["request_throughput"] > 0
+    assert result["goodput"] == {"ttft": 60000.0, "tpot": 60000.0}
+    assert re.search(r"^Requests within the limits \(%\): +80\.00 ", capsys.readouterr().out, re.M)
+    assert bench(goodput=("e2el:0.001",))["request_goodput"] == 0.0
+    assert bench()["request_goodput"] is None
+
+
+WRONG = {
+    "--goodput itl:5": "--goodput itl:5: give ttft, tpot, e2el",
+    "--goodput ttft:5 tpot": "--goodput tpot: give",
+    "--goodput ttft:0": "--goodput ttft:0: give",
+    "--goodput ttft:5 ttft:6": "--goodput ttft:5: give",
+    "--find-max-goodput": "--find-max-goodput needs the limits",
+    "--find-max-goodput 99 --goodput ttft:5": "--find-max-goodput 99.0: a share",
+    "--find-max-goodput --goodput ttft:5 --request-rate 2": "--find-max-goodput chooses the rates",
+    "--plot run.svg": "--plot run.svg: give a name that ends in .html or .png",
+    "--plot /nowhere/run.html": "--plot /nowhere/run.html: cannot be written",
+    "--output-file /nowhere/run.jsonl": "--output-file /nowhere/run.jsonl: cannot be written",
+    "--compare /nowhere/a /nowhere/b": "--compare /nowhere/a: ",
+    "--burstiness 0": "--burstiness 0.0: must be positive",
+    "--burstiness 2": "--burstiness 2.0: nothing arrives at a rate",
+    "--ramp-up-start-rps 1": "--ramp-up-start-rps and --ramp-up-end-rps need",
+    "--ramp-up-strategy linear --ramp-up-end-rps 5": "--ramp-up-strategy needs",
+    "--ramp-up-strategy linear --ramp-up-start-rps 0 --ramp-up-end-rps 5": "--ramp-up-strategy needs",
+    "--ramp-up-strategy linear --ramp-up-sta 1 --ramp-up-e 5 --request-rate 2": "--ramp-up-strategy takes the place",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_a_wrong_flag_is_one_line_before_any_request(
+    server: FakeServer, tmp_path: Path, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(server, tmp_path, *flags.split()) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"bench_serving: {WRONG[flags]}") and error.count("\n") == 1
+    assert not server.bodies
+
+
+def test_a_ramp_is_sent_and_written(bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    ramp = {"ramp_up_strategy": "exponential", "ramp_up_start_rps": 200.0, "ramp_up_end_rps": 2000.0}
+    result = bench(burstiness=2.0, **ramp)
+    assert result["completed"] == 5 and result["burstiness"] == 2.0
+    assert {key: result[key] for key in ramp} == ramp
+    assert "200 to 2000 (exponential), burstiness 2" in capsys.readouterr().out
+
+
+def test_find_max_goodput_reports_its_best_run(
+    bench: Callable[..., dict[str, Any]], server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server.status_of = lambda number: 503 if number == 3 else 200  # one of those that are sent at once
+    result = bench(find_max_goodput=0.9, goodput=("e2el:60000",), seed=3, plot=str(tmp_path / "run.html"))
+    printed = capsys.readouterr().out
+    trials = result["max_goodput_trials"]
+    assert trials[0]["request_rate"] == float("inf") and trials[0]["good_request_fraction"] == 0.8
+    assert [trial["seed"] for trial in trials] == list(range(3, 3 + len(trials)))
+    best = max(trials[1:], key=lambda trial: trial["request_rate"])
+    assert (result["request_rate"], result["seed"]) == (best["request_rate"], best["seed"])
+    assert result["max_goodput_rate"] == best["request_rate"] and result["good_request_fraction"] == 1.0
+    assert re.search(r"^Maximum goodput: \S+ req/s at a rate of ", printed, re.M)
+    assert len({body["text"] for body in server.bodies}) == 5 * len(trials)  # prompts of its own for each run
+    assert "Requests within the limits" in (tmp_path / "run.html").read_text()
+
+
+def test_find_max_goodput_says_that_no_rate_is_good(
+    bench: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench(find_max_goodput=0.99, goodput=("e2el:0.001",), num_prompts=2)
+    assert result["max_goodput_rate"] is None and result["completed"] == 2
+    assert "Maximum goodput: none" in capsys.readouterr().out
+
+
+def test_the_page_is_whole_and_loads_nothing(bench: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    bench(plot=str(path), tag="<b>&")
+    page = path.read_text()
+    assert page.count("<svg ") == page.count("</svg>") == 5
+    assert "&lt;b&gt;&amp;" in page and "<b>" not in page
+    assert not re.search(r"https?:|src=|href=|<script|@import|url\(|nan|inf,", page)
+    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n").replace('<meta charset="utf-8">', ""))
+    assert len(root.findall(".//circle")) == 5  # one for each request
+    assert "Median Longest Gap (ms):" in "".join(root.itertext())
+
+
+def test_a_png_needs_matplotlib_before_any_request(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.png"
+    if importlib.util.find_spec("matplotlib"):
+        assert command(server, tmp_path, "--plot", str(path)) == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+        server.bodies.clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command(server, tmp_path, "--plot", str(path)) == 1
+    assert "pip install matplotlib, or end the name in .html" in capsys.readouterr().err
+    assert not server.bodies
+
+
+def test_two_result_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = tmp_path / "ours.jsonl", tmp_path / "vllm.json"
+    old = {"request_throughput": 1.0, "seed": 9}
+    new = {"request_throughput": 4.0, "mean_e2e_latency_ms": 50.0, "mean_ttft_ms": 8.0, "failed": 0, "seed": 1}
+    new["request_rate"] = float("inf")
+    ours.write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+    vllm = {"request_throughput": 5.0, "mean_e2el_ms": 25.0, "mean_ttft_ms": 10, "p99_itl_ms": 3.0, "failed": 2}
+    theirs.write_text(json.dumps(vllm | {"request_rate": "inf", "burstiness": 1.0, "seed": 1}, indent=1))
+    assert main(["--compare", str(ours), str(theirs)]) == 0
+    printed = capsys.readouterr().out
+    assert f"A: {ours}\nB: {theirs}\nburstiness: None in A, 1.0 in B\n" in printed
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert rows == [
+        "| | A | B | B/A |",
+        "| Failed requests | 0 | 2 |  |",
+        "| Requests/s | 4.00 | 5.00 | 1.250 |",
+        "| Mean TTFT (ms) | 8.00 | 10 | 1.250 |",
+        "| Mean E2E latency (ms) | 50.00 | 25.00 | 0.500 |",
+    ]
+    assert main(["--compare", str(ours), str(ours)]) == 0
+    assert "in A" not in capsys.readouterr().out
+    theirs.write_text("[1, 2]")
+    assert main(["--compare", str(ours), str(theirs)]) == 1
+    assert "no result of a run" in capsys.readouterr().err
 
 
 def command(server: FakeServer, tmp_path: Path, *extra: str) -> int:
