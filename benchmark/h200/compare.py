@@ -31,7 +31,8 @@ SIDES = ("before", "after")
 _MAX_TOTAL_TOKENS = {"0.6b": 330_000, "8b": 300_000, "llama-8b": 300_000, "tiny": 16_384}
 _MAX_TOTAL_TOKENS |= {"qwen2.5-7b": 300_000, "qwen2.5-vl-7b": 300_000}  # two of each fit on one H200
 HEADER = "| shape | load | tok/s before | after | ratio "
-HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio |"
+HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio "
+HEADER += "| ITL p99 ms before | after | ratio | longest gap ms before | after | ratio |"
 
 
 def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
@@ -66,7 +67,7 @@ def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[s
 def table_row(shape: str, key: str, runs: dict[str, list[Row]]) -> str:
     """One row of the table: medians over the runs that did not fail."""
     cells = []
-    for name, digits in (("output_tok_s", 0), ("ttft_ms", 1), ("tpot_ms", 3)):
+    for name, digits in (("output_tok_s", 0), ("ttft_ms", 1), ("tpot_ms", 3), ("itl_p99_ms", 2), ("gap_ms", 2)):
         values = [[getattr(row.figures, name) for row in runs[side] if row.figures] for side in SIDES]
         if not all(values):
             return f"| {shape} | {ALL_LOADS[key]} | failed |"
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table += [table_row(shape, key, rows[key]) for key in keys]
         runs += [{"side": side} | asdict(row) for sides in rows.values() for side in SIDES for row in sides[side]]
         (args.out / "result.json").write_text(json.dumps(runs, indent=1) + "\n")
-    print("", HEADER, "|---" * 11 + "|", *table, "", f"logs and figures: {args.out}", sep="\n")
+    print("", HEADER, "|---" * 17 + "|", *table, "", f"logs and figures: {args.out}", sep="\n")
     return 1 if any(run["error"] for run in runs) else 0
 
 

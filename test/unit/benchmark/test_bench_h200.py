@@ -180,13 +180,15 @@ def test_the_table_of_two_servers_has_medians_and_ratios() -> None:
     from compare import table_row
     from run import LOADS, Figures, Row
 
-    def runs(*figures: Figures | None) -> list[Row]:
+    def runs(*times: tuple[float, float, float] | None) -> list[Row]:
+        figures = [Figures(*three, None, 8.0, 40.0) if three else None for three in times]
         return [Row("8b", "1", "load", f) for f in figures]
 
-    before = runs(Figures(100.0, 10.0, 4.0), Figures(120.0, 11.0, 4.2), Figures(90.0, 30.0, 5.0))
-    after = runs(Figures(110.0, 22.0, 2.1), None, Figures(110.0, 22.0, 2.1))
+    before = runs((100.0, 10.0, 4.0), (120.0, 11.0, 4.2), (90.0, 30.0, 5.0))
+    after = runs((110.0, 22.0, 2.1), None, (110.0, 22.0, 2.1))
     row = table_row("8b", "1", {"before": before, "after": after})
-    assert row == f"| 8b | {LOADS['1']} | 100 | 110 | 1.100 | 11.0 | 22.0 | 2.000 | 4.200 | 2.100 | 0.500 |"
+    more = "| 8.00 | 8.00 | 1.000 | 40.00 | 40.00 | 1.000 |"
+    assert row == f"| 8b | {LOADS['1']} | 100 | 110 | 1.100 | 11.0 | 22.0 | 2.000 | 4.200 | 2.100 | 0.500 {more}"
     assert table_row("8b", "1", {"before": before, "after": runs(None)}).endswith("| failed |")
 
 
