@@ -10,6 +10,7 @@ from tiny_tokenizers import byte_level
 from fenceline.config.engine_config import EngineConfig, PriorityConfig, resolve
 from fenceline.config.image_rules import ImageRules
 from fenceline.config.server_args import ServerArgs
+from fenceline.config.traces import TracesConfig
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import (
     BatchStrOut,
@@ -57,10 +58,15 @@ class Bench:
     """A tokenizer manager that is ready, and its link; ``flags`` are ServerArgs fields."""
 
     def __init__(
-        self, priority: PriorityConfig | None = None, images: ImageRules | None = None, **flags: object
+        self,
+        priority: PriorityConfig | None = None,
+        images: ImageRules | None = None,
+        traces: TracesConfig | None = None,
+        **flags: object,
     ) -> None:
         config = demo_config()
-        config = replace(config, server_args=replace(config.server_args, **flags), priority=priority, images=images)
+        args = replace(config.server_args, **flags)
+        config = replace(config, server_args=args, priority=priority, images=images, traces=traces)
         self.link = MemoryLink()
         self.manager = TokenizerManager(config, byte_level(), self.link)
         self.manager.handle(READY)

@@ -502,7 +502,7 @@ class TokenizerManager:
         self.metrics.abandoned()
         self._log.abandoned(entry)
         if self._tracer is not None:
-            self._tracer.ended(entry, None, time.perf_counter())
+            self._tracer.ended(entry, FinishReason(type="abort"), time.perf_counter())
         self._note_idle()
 
     def _require_serving(self) -> SchedulerReady:
@@ -655,8 +655,11 @@ class TokenizerManager:
             return
         self.fatal = reason
         error = RequestError(503, f"the engine has stopped: {reason}", code="engine_dead")
+        end = FinishReason(type="abort", message=error.message, status_code=error.status)
         for entry in self._table.clear():
             entry.stream.fail(error)
+            if self._tracer is not None:
+                self._tracer.ended(entry, end, time.perf_counter())
         self.control.fail(error)
         self._dead.set()
         self._note_idle()

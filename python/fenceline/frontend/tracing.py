@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.traces import TracesConfig
@@ -23,7 +23,7 @@ from fenceline.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,14 @@ class RequestTracer:
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _PROVIDER}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_quiet(_exporter(traces), traces.endpoint)))
+        self._exporter = _Quiet(_exporter(traces), traces.endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", self._exporter)))
         self._tracer = self._provider.get_tracer("fenceline", __version__)
         self._propagator = TraceContextTextMapPropagator()
         logger.info("Sending traces to %s (%s)", traces.endpoint, traces.protocol)
 
-    def ended(self, entry: RequestEntry, reason: FinishReason | None, now: float) -> None:
-        """Make the spans of ``entry``. ``reason`` is None if the client has left. ``now``: ``time.perf_counter()``."""
+    def ended(self, entry: RequestEntry, reason: FinishReason, now: float) -> None:
+        """Make the spans of ``entry``. ``now``: ``time.perf_counter()``."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         trace = entry.trace
@@ -80,24 +81,23 @@ class RequestTracer:
         span.end(at(now))
 
     def close(self) -> None:
-        """Send what is left, if the collector takes it in two seconds."""
+        """Send what is left. A collector that answers gets two seconds for it."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces-end", daemon=True)
         thread.start()
-        thread.join(_CLOSE_S)
+        thread.join(_CLOSE_S if self._exporter.answers else 0.0)
 
     def _attributes(
-        self, entry: RequestEntry, trace: RequestTrace, reason: FinishReason | None, now: float
+        self, entry: RequestEntry, trace: RequestTrace, reason: FinishReason, now: float
     ) -> dict[str, Value]:
         """Those of the semantic conventions, and those of vLLM and SGLang, which have older names."""
         params, first = trace.params, entry.first_token
-        finish = "abort" if reason is None else reason.type
         values: dict[str, Value] = {
             "gen_ai.operation.name": OTHER_OPERATION if trace.origin is None else trace.origin.operation,
             "gen_ai.provider.name": _PROVIDER,
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
             "gen_ai.response.id": entry.rid,
-            "gen_ai.response.finish_reasons": [finish],
+            "gen_ai.response.finish_reasons": [reason.type],
             "gen_ai.usage.input_tokens": entry.num_prompt_tokens,
             "gen_ai.usage.output_tokens": entry.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": entry.cached_tokens,
@@ -116,7 +116,7 @@ class RequestTracer:
             values["gen_ai.request.top_k"] = params.top_k
         if trace.num_samples > 1:
             values["gen_ai.request.choice.count"] = trace.num_samples
-        if reason is not None and reason.status_code is not None:
+        if reason.status_code is not None:
             values["error.type"] = str(reason.status_code)
         if entry.queue_time_s is not None:
             values["gen_ai.latency.time_in_queue"] = entry.queue_time_s
@@ -145,10 +145,10 @@ def _computing(entry: RequestEntry, stages: Sequence[Stage], now: float) -> list
     return found
 
 
-def _set_status(span: Span, reason: FinishReason | None) -> None:
+def _set_status(span: Span, reason: FinishReason) -> None:
     from opentelemetry.trace import Status, StatusCode
 
-    if reason is not None and reason.status_code is not None:
+    if reason.status_code is not None:
         span.set_status(Status(StatusCode.ERROR, reason.message))
 
 
@@ -162,35 +162,36 @@ def _exporter(traces: TracesConfig) -> SpanExporter:
     return made
 
 
-def _quiet(exporter: SpanExporter, endpoint: str) -> SpanExporter:
-    """``exporter``, which says once, and not with each batch, that the collector does not answer."""
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+class _Quiet:
+    """An exporter that says once, and not with each batch, that the collector does not answer."""
 
-    for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
 
-    class Quiet(SpanExporter):
-        answers = True
+        self._exporter, self._endpoint = exporter, endpoint
+        self._success, self._failure = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
+        self.answers = True
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            try:
-                result = exporter.export(spans)
-            except Exception as error:  # of any kind: traces are never worth more than a line
-                result = SpanExportResult.FAILURE
-                logger.debug("traces could not be sent: %s", error)
-            answers = result is SpanExportResult.SUCCESS
-            if answers is not self.answers:
-                self.answers = answers
-                if answers:
-                    logger.info("The collector of traces at %s answers again", endpoint)
-                else:
-                    logger.warning("The collector of traces at %s does not answer: spans are dropped", endpoint)
-            return result
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See ``SpanExporter``, for which this stands."""
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:  # of any kind: traces are never worth more than a line
+            result = self._failure
+            logger.debug("traces could not be sent: %s", error)
+        answers = result is self._success
+        if answers is not self.answers:
+            self.answers = answers
+            if answers:
+                logger.info("The collector of traces at %s answers again", self._endpoint)
+            else:
+                logger.warning("The collector of traces at %s does not answer: spans are dropped", self._endpoint)
+        return result
 
-        def shutdown(self) -> None:
-            exporter.shutdown()
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
-        def force_flush(self, timeout_millis: int = 30_000) -> bool:
-            return exporter.force_flush(timeout_millis)
-
-    return Quiet()
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)

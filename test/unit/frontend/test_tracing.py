@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 
 import grpc
 import pytest
-from frontend_bench import demo_config
+from frontend_bench import Bench, demo_config
 from live_server import unused_port
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from trace_collector import Collector
@@ -21,9 +21,9 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.config.traces import TracesConfig, traces_config
 from fenceline.frontend.request_stream import RequestStream
 from fenceline.frontend.request_table import RequestEntry, RequestTrace
-from fenceline.frontend.request_types import TraceOrigin
+from fenceline.frontend.request_types import ORIGIN, GenerateInput, TraceOrigin
 from fenceline.frontend.tracing import RequestTracer
-from fenceline.ipc.io_struct import FinishReason, Stage
+from fenceline.ipc.io_struct import FinishReason, Stage, StagesReport
 from fenceline.sampling.sampling_params import SamplingParams
 
 PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -114,12 +114,41 @@ def test_errors_and_clients_that_leave_are_told(collector: Collector) -> None:
     root, stages = collector.trace(PARENT[0])
     assert (root.status, stages) == ((2, "too late"), {})
     assert root.attributes["error.type"] == "503" and root.attributes["gen_ai.operation.name"] == "text_completion"
-    traces.ended(entry(now - 4.0), None, now)
+    traces.ended(entry(now - 4.0), FinishReason(type="abort"), now)
     spans = collector.wait(lambda spans: sum(span.name == "llm_request" for span in spans) == 2)
     [left] = [span for span in spans if span.name == "llm_request" and span.trace_id != PARENT[0]]
     assert (left.parent_id, left.status) == ("", (0, ""))
     assert left.attributes["gen_ai.response.finish_reasons"] == ["abort"]
     traces.close()
+
+
+async def test_the_manager_traces_requests_however_they_end(collector: Collector) -> None:
+    """Two samples that finish, one whose client leaves, and one that runs when the engine dies."""
+    bench = Bench(traces=TracesConfig(endpoint=collector.url, protocol="http/protobuf"))
+    token = ORIGIN.set(origin("/v1/completions"))
+    inputs = [GenerateInput(input_ids=[7, 8, 9], rid=rid, family="a") for rid in ("a", "a-1")]
+    group = await bench.manager.submit_many(inputs)
+    ORIGIN.reset(token)
+    now = time.perf_counter()
+    bench.manager.handle(StagesReport(rid="a", stages=[Stage("queue", now, now + 0.001)]))
+    bench.manager.handle(StagesReport(rid="nobody", stages=[Stage("queue", now, now)]))
+    for rid in ("a", "a-1"):
+        bench.news(rid, [5], 1)
+        bench.news(rid, [6], 2, FinishReason(type="length", length=2))
+    assert len(await group.collect()) == 2
+    leaves = await bench.manager.submit(GenerateInput(input_ids=[7], rid="leaves"))
+    leaves.close()
+    await bench.manager.submit(GenerateInput(input_ids=[7], rid="dies"))
+    bench.manager.fail("it broke")
+    bench.manager.shutdown()
+    spans = collector.wait(lambda spans: sum(span.name == "llm_request" for span in spans) == 4)
+    roots = {span.attributes["gen_ai.response.id"]: span for span in spans if span.name == "llm_request"}
+    below = {rid: {each.name for each in spans if each.parent_id == root.span_id} for rid, root in roots.items()}
+    computed = {"prefill", "decode"}
+    assert below == {"a": {"queue", *computed}, "a-1": computed, "leaves": set(), "dies": set()}
+    assert [roots[rid].parent_id for rid in ("a", "a-1", "dies")] == [PARENT[1], PARENT[1], ""]
+    assert roots["a-1"].attributes["gen_ai.request.n"] == 2 and roots["leaves"].status == (0, "")
+    assert roots["dies"].status == (2, "the engine has stopped: it broke")
 
 
 def test_what_the_parent_does_not_sample_is_not_sent(collector: Collector) -> None:
