@@ -29,7 +29,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.http_protocol import HttpProtocol
 from fenceline.entrypoints.http_server import create_app
-from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.protocol import ChatBody, ReadingBody
 from fenceline.entrypoints.openapi import BODIES
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -479,7 +479,10 @@ def test_any_request_gets_an_answer_below_500(app: ASGIApp, monkeypatch: pytest.
         logging.getLogger().removeHandler(handler)
     print(f"{NUM_REQUESTS} requests, {sum(num for (_, ok), num in answered.items() if ok)} of them served")
     # If all were odd, they would be refused before they cost anything.
-    assert {path for path, (_, optional) in BODIES.items() if not optional} - {path for path, ok in answered if ok} <= {
+    served = {path for path, ok in answered if ok}
+    # This server generates, and the demo's tokenizer has no tokens of judges: so these are refused.
+    readers = {path for path, (kind, _) in BODIES.items() if issubclass(kind, ReadingBody)}
+    assert {path for path, (_, optional) in BODIES.items() if not optional} - served <= readers | {
         "/update_weights_from_disk",
         "/update_weights_from_tensor",
     }
