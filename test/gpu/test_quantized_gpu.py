@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fenceline.config.gguf_file import TENSOR_TYPES
 from fenceline.config.quantization import QuantConfig
 from fenceline.layers.cuda_quantized import (
     CudaQuantizedProduct,
@@ -25,6 +26,8 @@ from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 from fenceline.layers.quantized import FP8, QuantizedFormat, make_format
 from fenceline.layers.skinny_table import MAX_DIRECT_ROWS, CudaConfig, shared_bytes
 from fenceline.layers.weight import RMSNorm, fill_slots
+from fenceline.models.gguf_weights import FORMATS as GGUF_FORMATS
+from fenceline.models.gguf_weights import dequantised
 
 pytestmark = pytest.mark.gpu
 
@@ -339,3 +342,14 @@ def test_a_chain_of_early_starts_in_int4_reads_what_was_written(rows: int) -> No
             gated.fill_(float("nan"))
             graph.replay()
             assert torch.equal(residual, want), cut
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_blocks_of_gguf_files_are_dequantised_as_on_the_cpu(name: str) -> None:
+    kind = next(kind for kind in TENSOR_TYPES.values() if kind.name == name)
+    raw = torch.randint(0, 256, (5000, kind.nbytes), generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+    raw[:, 1::2] &= 0x3F  # scales are no infinities
+    expected = dequantised(kind, raw.flatten(), torch.bfloat16)
+    with torch.device("cuda"):
+        found = dequantised(kind, raw.flatten(), torch.bfloat16)
+    assert found.is_cuda and torch.equal(found.cpu(), expected)

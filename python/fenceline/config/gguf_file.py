@@ -102,19 +102,23 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def parts_of(path: Path) -> list[Path]:
-    """The files of a model of which ``path`` is one: itself, or NAME-00001-of-00004.gguf and the others, in order.
-    Raises ``ConfigError`` if one is missing."""
-    found = _PART.fullmatch(path.name)
+def names_of_parts(name: str) -> list[str]:
+    """The files of a model of which ``name`` is one: itself, or NAME-00001-of-00004.gguf and the others, in order."""
+    found = _PART.fullmatch(name)
     if found is None:
-        return [path]
+        return [name]
     count = int(found["count"])
-    names = [f"{found['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    return [f"{found['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The same for a file at ``path``. Raises ``ConfigError`` if one is missing."""
+    names = names_of_parts(path.name)
     missing = [name for name in names if not path.with_name(name).is_file()]
-    if missing:
+    if len(names) > 1 and missing:
         raise ConfigError(
-            f"{path}: {len(missing)} of the model's {count} files are missing, first {missing[0]}; download them into"
-            " the same folder"
+            f"{path}: {len(missing)} of the model's {len(names)} files are missing, first {missing[0]}; download them"
+            " into the same folder"
         )
     return [path.with_name(name) for name in names]
 

@@ -10,13 +10,13 @@ import json
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 from fenceline.config import ConfigError
-from fenceline.config.gguf_file import is_gguf, parts_of
+from fenceline.config.gguf_file import is_gguf, names_of_parts, parts_of
 from fenceline.config.gguf_model import DESCRIBED, described
 from fenceline.ipc.progress import announced
 
@@ -28,6 +28,7 @@ DEMOS = {
     "demo-vision": "demo_vision_model",
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_GGUF = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)/(?P<file>(?:[\w.-]+/)*[\w.-]+\.gguf)")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors",)
 # Second copies of the weights that some repositories carry for other programs.
@@ -57,11 +58,17 @@ def model_directory(name: str, flag: str, revision: str | None, download_dir: st
         return str(_gguf_inside(path.resolve()) if path.is_dir() else parts_of(path.resolve())[0])
     if path.is_file():
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
+    if found := _HUB_GGUF.fullmatch(name):
+        folder = _download(found["repository"], flag, revision, download_dir, names_of_parts(found["file"]), [])
+        if not (Path(folder) / found["file"]).is_file():
+            raise ConfigError(f"{flag} {name}: no such file here, and the repository has none of this name")
+        return str(parts_of(Path(folder) / found["file"])[0])
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"{flag} {name}: no such directory; give a model directory, a hub id, or one of {', '.join(DEMOS)}"
         )
-    return _download(name, flag, revision, download_dir, weights)
+    patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
+    return _download(name, flag, revision, download_dir, patterns, _IGNORED)
 
 
 def _gguf_inside(directory: Path) -> Path:
@@ -98,13 +105,23 @@ def _revision(flag: str) -> str:
     return "--revision" if flag == "--model-path" else flag.replace("path", "revision")
 
 
-def _download(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
-    patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
+def _download(
+    name: str,
+    flag: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: Sequence[str],
+    ignored: Sequence[str],
+) -> str:
     with _downloads_of(name, flag, revision):
         from huggingface_hub import snapshot_download
 
         return snapshot_download(
-            name, revision=revision, cache_dir=download_dir, allow_patterns=patterns, ignore_patterns=list(_IGNORED)
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored),
         )
 
 

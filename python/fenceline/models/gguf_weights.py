@@ -78,7 +78,7 @@ def dequantised(kind: TensorType, raw: torch.Tensor, dtype: torch.dtype) -> torc
     needed for a part of them at a time. Raises ``ValueError`` for a format of the package gguf if it is missing."""
     blocks = raw.view(-1, kind.nbytes)
     values = torch.empty(len(blocks), kind.numbers, dtype=dtype)
-    function = _FORMATS.get(kind.name) or partial(_by_package, name=kind.name)
+    function = FORMATS.get(kind.name) or partial(_by_package, name=kind.name)
     step = _CHUNK // kind.numbers
     for begin in range(0, len(blocks), step):
         values[begin : begin + step] = function(blocks[begin : begin + step].to(values.device))
@@ -199,7 +199,8 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     return _scaled(_levels(_split(blocks[:, 8:], 4, 16)), _half(blocks, 0) * ((low | high << 4).float() - 32))
 
 
-_FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+# The others are dequantised by the package gguf.
+FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "Q4_0": _q4_0,
         "Q4_1": _q4_1,

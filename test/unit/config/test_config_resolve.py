@@ -719,6 +719,27 @@ def test_download_asks_only_for_what_is_read(monkeypatch: pytest.MonkeyPatch, mo
     assert "*.safetensors" not in asked[2]["allow_patterns"]
 
 
+def test_a_gguf_file_of_the_hub_is_fetched_with_its_other_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[object] = []
+
+    def fetch(name: str, **kwargs: Any) -> str:
+        asked.append((name, kwargs["allow_patterns"], kwargs["ignore_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    (tmp_path / "Q4").mkdir()
+    parts = [f"Q4/big-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    for name in (*parts, "small.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    for given, first, names in ((parts[1], parts[0], parts), ("small.gguf", "small.gguf", ["small.gguf"])):
+        path = model_directory(f"owner/model-GGUF/{given}", "--model-path", None, None, weights=True)
+        assert path == str(tmp_path / first) and asked.pop() == ("owner/model-GGUF", names, [])
+    with pytest.raises(ConfigError, match="owner/model/no.gguf: no such file here, and the repository has none of"):
+        model_directory("owner/model/no.gguf", "--model-path", None, None, weights=True)
+
+
 def test_device_is_probed_only_when_it_matters() -> None:
     def probe() -> bool:
         raise AssertionError("asked for a GPU")
