@@ -179,7 +179,7 @@ def _of_all_kinds() -> list[TokenizedGenerateReq]:
 def _asked(**flags: Any) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
     """The answers to all kinds of requests, their logprobs, and the steps. They are asked twice: the second time they
     find prefixes."""
-    driver = make_model_driver(num_rows=12, chunked_prefill_size=32, memory_check="order", **flags)
+    driver = make_model_driver(num_rows=12, chunked_prefill_size=32, **{"memory_check": "order", **flags})
     steps, reqs = watched(driver), _of_all_kinds()
     driver.send(_grammar(driver))
     in_turns(driver, reqs)
@@ -193,7 +193,9 @@ def _asked(**flags: Any) -> tuple[list[Any], list[Any], list[tuple[int, int, int
     return answers, [logprobs, told], steps
 
 
-_TIERS: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 1280}
+_TIERS: dict[str, Any] = {
+    "enable_hierarchical_cache": True, "hicache_ratio": 4.0, "max_total_tokens": 1280, "memory_check": "full",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", [{}, _TIERS, {"disable_overlap_schedule": True}], ids=["plain", "tiers", "in turn"])
