@@ -100,6 +100,9 @@ def test_a_late_consumer_replays_what_it_has_missed(
         note(log, number)
         publisher.publish()
     publisher.publish()  # there is nothing, and no batch
+    first = Consumer(config)
+    closing.append(first)
+    assert list(first.replayed(0)) == list(range(100)), "they have been sent before the late one comes"
     consumer = Consumer(config)
     closing.append(consumer)
     number, seen = 100, None
