@@ -11,8 +11,8 @@ Each shape's server runs with dummy weights and otherwise default flags (--serve
 up with short requests of its own prompt length, the prefix cache is flushed, and the measured run follows: random token
 ids sent as ids, lengths exact (of the loads "stalls" from a range), answers streamed. Loads with images have one of
 1280x720 pixels a request, through chat completions; those that were seen before are 16 that the server has had, and its
-cache is kept. The table
-is Markdown; --out keeps the logs, bench_serving's lines with the server's own state in them, and result.json.
+cache is kept. The table is Markdown; --out keeps the logs, bench_serving's lines with the server's own state in them,
+and result.json.
 
 SGLang's figures: version 0.5.16 on one H200, bf16, dummy weights, fa3 backend, its defaults and its own client.
 """

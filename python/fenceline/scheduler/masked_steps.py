@@ -81,12 +81,12 @@ class MaskedSteps:
         return InFlight(flight.batch, flight.reqs, result, flight.number)
 
     def accept_tokens(self, batch: StepBatch, reqs: Sequence[Req], tokens: Sequence[int]) -> list[bool | None]:
-        """Advance the grammars of a step with one token for each request. See :func:`accept_tokens` and
-        :meth:`sample_early`."""
+        """Advance the grammars of a step with one token for each of ``reqs``, those that sample. See
+        :func:`accept_tokens` and :meth:`sample_early`."""
         if not len(batch.constrained):
             return [None] * len(reqs)
         latest = self._population.constrained
-        if latest is not None and latest.composition == batch.composition and latest.is_whole:
+        if latest is not None and batch.is_decode and latest.composition == batch.composition and latest.is_whole:
             grammars: Sequence[RequestGrammar | None] = latest.grammars  # of ``reqs``, none of whom has left
         else:
             grammars = [None if req.left else req.grammar for req in reqs]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, repeat
 
 import numpy as np
 
@@ -119,11 +120,16 @@ class Publisher:
         tokens = out.tokens.tolist()
         counts = iter(out.token_counts(len(batch.sampling)))
         num_tokens = num_scored = num_embedded = 0
+        goes_on: Iterator[bool | None] = repeat(None)
+        if batch.num_decodes:  # the masks of the next step may be begun now
+            sampled_reqs = list(compress(reqs, batch.samples.tolist()))
+            goes_on = iter(self._masks.accept_tokens(batch, sampled_reqs, tokens))
         chunks = *batch.chunks, *[_DECODED] * batch.num_decodes
         columns = (chunks, batch.starts.tolist(), batch.seq_lens.tolist(), batch.samples.tolist())
         for req, chunk, start, length, samples in zip(reqs, *columns, strict=True):
             scored, num_scored = num_scored, num_scored + len(chunk.scored)
             sampled, num_tokens = num_tokens, num_tokens + (next(counts) if samples else 0)
+            accepted = next(goes_on) if samples else None
             embedded, num_embedded = num_embedded, num_embedded + chunk.embeds
             if req.left:
                 continue
@@ -136,7 +142,7 @@ class Publisher:
                 targets = req.prompt_ids[position : position + len(chunk.scored)].tolist()
                 _log_prompt(req, targets, out.prompt_logprobs, scored)
             if samples:
-                self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
+                self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled, accepted)
                 if chunk is not _DECODED:
                     completed.append(req)
         return completed

@@ -15,6 +15,8 @@ from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.ipc.io_struct import AbortReq, LoadGrammarReq, TokenizedGenerateReq
 from fenceline.model_executor.step import ForwardResult, HeldStep, MixedCosts, StepBatch
+from fenceline.scheduler.masked_steps import StepMasks
+from fenceline.scheduler.population import InFlight
 
 
 def watched(driver: Driver) -> list[tuple[int, int, int]]:
@@ -209,6 +211,26 @@ def test_answers_are_those_of_steps_apart(flags: dict[str, Any]) -> None:
     for one, other in zip(told[0], told_mixed[0], strict=True):
         assert (one is None) == (other is None)
         np.testing.assert_allclose(one or [], other or [], rtol=1e-3, atol=1e-4)
+
+
+def test_masks_are_filled_before_tokens_beside_prompts_are_published() -> None:
+    """A step under masks does not wait until the tokens of a mixed one have been published, as after a decode step."""
+    driver = make_model_driver(chunked_prefill_size=32, enable_mixed_chunk=True)
+    scheduler = driver.scheduler
+    scheduler.may_publish_early = lambda flight: False  # type: ignore[method-assign]
+    sampled, early = scheduler.masks.sample_held, []
+
+    def watched_sample(pending: StepMasks) -> InFlight:
+        early.append((pending.num_unpublished > 0, scheduler.num_launched))
+        return sampled(pending)
+
+    scheduler.masks.sample_held = watched_sample  # type: ignore[method-assign]
+    steps = watched(driver)
+    driver.send(_grammar(driver))
+    reqs = [request(f"r{i}", [i + 3] * (8 + 150 * (i > 2)), temperature=0.0, max_new_tokens=14) for i in range(4)]
+    in_turns(driver, [msgspec.structs.replace(req, grammar=int(i < 3)) for i, req in enumerate(reqs)], 1)
+    behind_mixed = [number for number in range(1, len(steps)) if steps[number - 1][0] and steps[number - 1][2]]
+    assert sum(is_early for is_early, number in early if number - 1 in behind_mixed) > 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
