@@ -1,13 +1,16 @@
-"""Writes docs/use/server_arguments.md, or the file that is named, from the declarations of the flags."""
+"""Writes docs/use/server_arguments.md and docs/use/from_vllm_or_sglang.md, or into the folder that is named, from the
+declarations of the flags and from the answers to those of other servers."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from fenceline.config.flags import Flag, flags_of
+from fenceline.config.refused import REFUSED
 from fenceline.config.server_args import ServerArgs
 
 _HEADER = """\
@@ -23,13 +26,43 @@ A flag by which no answer changes is accepted with a warning.
 """
 
 
+_SIDE_BY_SIDE = """\
+# From vLLM or SGLang
+
+`vllm serve MODEL` becomes `fenceline serve MODEL`, `python -m sglang.launch_server` becomes
+`python -m fenceline.launch_server`; the port is 30000 unless `--port` is given (vLLM's: 8000). SGLang's flags keep
+their names and meanings ([all flags](server_arguments.md)), and so do many of vLLM's. Of the others a start names in
+one line all that must change, with what to write instead, and warns of those that have no effect here. Clients need a
+new address only: OpenAI's, Anthropic's and SGLang's endpoints are [served](api.md). Commands by model are in the
+[recipes](recipes/README.md).
+
+Flags with another name here, written from the table by which a start answers (`python scripts/flags_page.py`):
+
+| there | here |
+|---|---|
+"""
+
+
 def render() -> str:
-    """The whole page as Markdown."""
+    """The page of our flags as Markdown."""
     parts = [_HEADER]
     for group, flags in groupby(flags_of(ServerArgs).values(), key=lambda flag: flag.spec.group):
         parts.append(f"## {group}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
         parts[-1] += "".join(_row(flag) for flag in flags)
     return "\n".join(parts)
+
+
+def render_side_by_side() -> str:
+    """The page of other servers' flags as Markdown."""
+    by_remedy: dict[str, list[str]] = {}
+    for option, refusal in REFUSED.items():
+        if refusal.remedy.startswith("use "):
+            by_remedy.setdefault(refusal.remedy.removeprefix("use "), []).append(f"`{option}`")
+    rows = []
+    for remedy, options in by_remedy.items():
+        here = re.sub("--[a-z-]+", "`\\g<0>`", remedy)
+        rows.append(f"| {' '.join(options)} | {here} |\n")
+    return _SIDE_BY_SIDE + "".join(rows)
 
 
 def _row(flag: Flag) -> str:
@@ -48,11 +81,12 @@ def _escape(text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the page to ``argv[0]`` or to docs/use/server_arguments.md of the source tree."""
-    default = Path(__file__).parents[1] / "docs" / "use" / "server_arguments.md"
-    path = Path(argv[0]) if argv else default
-    path.write_text(render(), encoding="utf-8")
-    print(f"wrote {path}")
+    """Write the pages into the folder ``argv[0]`` or into docs/use of the source tree."""
+    folder = Path(argv[0]) if argv else Path(__file__).parents[1] / "docs" / "use"
+    for name, page in (("server_arguments", render()), ("from_vllm_or_sglang", render_side_by_side())):
+        path = folder / f"{name}.md"
+        path.write_text(page, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -353,9 +353,22 @@ def test_keyword_arguments_are_judged_like_flags() -> None:
         assert str(caught.value).startswith(message)
 
 
-def test_reference_page_is_fresh() -> None:
-    page = Path(flags_page.__file__).parents[1] / "docs" / "use" / "server_arguments.md"
-    assert page.read_text(encoding="utf-8") == flags_page.render(), "run: python scripts/flags_page.py"
+def test_pages_of_flags_are_fresh(tmp_path: Path) -> None:
+    flags_page.main([str(tmp_path)])
+    made = list(tmp_path.iterdir())
+    assert {path.name for path in made} == {"server_arguments.md", "from_vllm_or_sglang.md"}
+    for path in made:
+        page = Path(flags_page.__file__).parents[1] / "docs" / "use" / path.name
+        assert page.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), "run: python scripts/flags_page.py"
+
+
+def test_every_flag_with_another_name_here_stands_beside_it() -> None:
+    page = flags_page.render_side_by_side()
+    assert "| `--max-model-len` `--max-input-length` `--max-input-tokens` `--ctx-size` | `--context-length` |" in page
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    there = [option for row in rows for option in re.findall(r"`([^`]+)`", row[0])]
+    assert there == [option for option, refusal in REFUSED.items() if refusal.remedy.startswith("use ")]
+    assert {option for row in rows for option in re.findall(r"`(--[^`]+)`", row[1])} <= OWN
 
 
 @pytest.mark.parametrize("command", [["fenceline.launch_server"], ["fenceline", "serve"]])
