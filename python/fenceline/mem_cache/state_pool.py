@@ -98,12 +98,17 @@ def _kept_nbytes(specs: Sequence[StateSpec], most_undone: int) -> int:
     return sum(_aligned(rows.length(most_undone) * rows.row.nbytes) for spec in specs for rows in spec.kept)
 
 
+def request_nbytes(specs: Sequence[StateSpec], most_undone: int) -> int:
+    """Bytes of a running request: what all layers carry and keep."""
+    return carried_nbytes(specs) + _kept_nbytes(specs, most_undone)
+
+
 def most_running(config: EngineConfig, device: Device, specs: Sequence[StateSpec]) -> int:
     """``config.max_running_requests``; unless ``--max-running-requests`` is given no more than have room for their
     states and, if prefixes are cached, for a snapshot each. Raises ``ValueError`` with the remedy if the states of all
     that are asked for, or of one, have no room."""
     args, carried = config.server_args, carried_nbytes(specs)
-    row_bytes = carried + _kept_nbytes(specs, config.most_undone)
+    row_bytes = request_nbytes(specs, config.most_undone)
     budget = max(_share(config, device) - row_bytes, 0)  # without the sink
     most = config.max_running_requests
     if args.max_running_requests is None:
@@ -130,7 +135,7 @@ def num_snapshots(config: EngineConfig, device: Device, specs: Sequence[StateSpe
     of all running requests, for which there is room (``most_running``), can use. Raises ``ValueError`` with the remedy
     if not all that are wanted fit."""
     args, most, carried = config.server_args, config.max_running_requests, carried_nbytes(specs)
-    row_bytes = carried + _kept_nbytes(specs, config.most_undone)
+    row_bytes = request_nbytes(specs, config.most_undone)
     if args.disable_radix_cache:
         number = 0
     elif args.max_mamba_cache_size is not None:

@@ -91,7 +91,7 @@ def load_draft_model(
     context = dataclasses.replace(context, format=_stored_format(config.model, load_format))
     with torch.no_grad(), torch.device(device):
         if load_format == "dummy":
-            draft = make_draft_model(config, context, target, _dummy_names(config, target))
+            draft = make_draft_model(config, context, target, dummy_names(config, target))
             _randomise(draft.weight_slots(), seed)
         else:
             names = DraftNames(config)
@@ -246,7 +246,7 @@ def _as_stored(config: ModelConfig, load_format: str) -> ModelConfig:
     return dataclasses.replace(config, experts=dataclasses.replace(experts, format=experts.format.on_line()))
 
 
-def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
+def dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
     """The tensors that a checkpoint of such a draft must have because the target's have another size."""
     model = config.model
     if model.hidden_size != target.config.hidden_size:

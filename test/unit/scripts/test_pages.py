@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import pages
+import recipes
 import setup_env
 from fenceline.config.families import FAMILIES
 from fenceline.config.server_args import parse_args
@@ -38,7 +39,7 @@ def test_the_page_of_models_lists_the_families_that_are_served() -> None:
 def test_every_server_that_a_page_starts_has_flags_of_ours() -> None:
     """Those of the lab are a record of what was run."""
     lines: list[str] = []
-    for page in [setup_env.ROOT / "README.md", *DOCS.glob("[!l]*/*.md"), *DOCS.glob("*.md")]:
+    for page in [setup_env.ROOT / "README.md", *DOCS.glob("[!l]*/**/*.md"), *DOCS.glob("*.md")]:
         text = page.read_text().replace("\\\n", " ")
         for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL):
             if language in ("", "bash"):
@@ -46,6 +47,22 @@ def test_every_server_that_a_page_starts_has_flags_of_ours() -> None:
     assert len(lines) > 10
     for line in lines:
         parse_args(shlex.split(line.replace("FURTHER_FLAGS", "")))
+
+
+@pytest.mark.parametrize("page", sorted(recipes.FOLDER.glob("[a-z]*.md")), ids=lambda page: page.stem)
+def test_recipes_are_resolved_and_say_what_they_need(page: Path, tmp_path: Path) -> None:
+    """As a start on a GPU would be, up to the weights. The memory of the first command stands for that of all, which
+    would take long."""
+    found = [
+        (shlex.split(words.replace("\\\n", " ")), note) for words, note in recipes.COMMAND.findall(page.read_text())
+    ]
+    assert len(found) == page.read_text().count("fenceline serve ") > 5
+    for argv, note in found:
+        config = recipes.resolve_command(argv, tmp_path)
+        assert config.device == "cuda" and re.fullmatch(
+            r"# [\d.]+ GB, [\d.]+ KiB(, \d+ MB)?: (no|[\d,]+) / (no|[\d,]+)", note
+        )
+    assert recipes.note(found[0][0], tmp_path) == found[0][1], "run: python scripts/recipes.py"
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.stem)
