@@ -144,20 +144,19 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     for first in reqs.prompts(config):
         _launched(launch, first).wait()
     beside = reqs.decode_batch(0, num, StepShape())
-    beside = replace(beside, starts=beside.seq_lens - 1)
-    short = replace(
-        beside, rows=np.zeros(num, np.int64), starts=np.zeros(num, np.int64), seq_lens=np.ones(num, np.int64)
-    )
+    lens = np.where(beside.rows == 0, 1, beside.seq_lens)  # as the device has them
+    beside, none = replace(beside, starts=lens - 1, seq_lens=lens), np.zeros(num, np.int64)
+    short = replace(beside, rows=none, starts=none, seq_lens=none + 1)
     without, _ = seconds(prompt(sizes[0]).beside(short))
     with_context, done = seconds(prompt(sizes[0]).beside(beside))
     reqs.release(done)
-    per_context = (with_context - without) / (num * length)
+    per_context = (with_context - without) / int(lens.sum())
     costs = MixedCosts(tuple(sizes), tuple(alone), max(per_pair, 0.0), max(per_context, 0.0))
     logger.info(
         "Measured steps of %s prompt tokens in %.1f s, ms: %s; after a prefix of %d: %.2f more; beside %d that decode,"
         " of %d tokens: %.2f more",
         " ".join(map(str, sizes)), time.perf_counter() - begin, " ".join(f"{1e3 * one:.2f}" for one in alone),
-        prefix, 1e3 * costs.per_pair * sizes[-1] * prefix, num, length, 1e3 * costs.per_context * num * length,
+        prefix, 1e3 * costs.per_pair * sizes[-1] * prefix, num, length, 1e3 * costs.per_context * int(lens.sum()),
     )  # fmt: skip
     return costs
 
@@ -262,8 +261,7 @@ def _extend_batches(config: EngineConfig) -> Iterator[StepBatch]:
     if config.mixes_steps:
         for num in _SAMPLED_ROWS:  # in the sink too
             if num <= config.max_running_requests:
-                one = _extend_batch((1,) * num, min(longest - 1, 100))
-                decodes = replace(one, chunks=())
+                decodes = replace(_extend_batch((1,) * num, 0), chunks=())
                 yield from (_extend_batch((size,), 0).beside(decodes) for size in (1, min(most, 300, longest)))
     if config.model.vision is not None:
         for encodes in _warm_up_images(config.model.vision, config.num_embedding_rows, most):
