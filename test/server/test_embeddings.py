@@ -67,14 +67,16 @@ def close(found: Any, wanted: Any) -> None:
 def test_every_form_of_input(client: httpx.Client, reference: transformers.PreTrainedModel) -> None:
     wanted = [embedding_of(reference, ids_of(text)) for text in TEXTS]
     ids = [ids_of(text) for text in TEXTS]
-    for given, results in ((TEXTS[0], wanted[:1]), (TEXTS, wanted), (ids[0], wanted[:1]), (ids, wanted)):
+    forms: list[tuple[object, list[int]]] = [
+        (TEXTS[0], [0]), (TEXTS, [0, 1, 2]), (ids[0], [0]), (ids, [0, 1, 2]), ([TEXTS[1]] * 3, [1, 1, 1])
+    ]  # fmt: skip
+    for given, shown in forms:
         answer = client.post("/v1/embeddings", json={"model": "tiny", "input": given}).json()
         assert (answer["object"], answer["model"]) == ("list", "tiny")
-        assert [(one["object"], one["index"]) for one in answer["data"]] == [
-            ("embedding", index) for index in range(len(results))
-        ]
-        close([one["embedding"] for one in answer["data"]], results)
-        num = sum(map(len, ids[: len(results)]))
+        places = [("embedding", index) for index in range(len(shown))]
+        assert [(one["object"], one["index"]) for one in answer["data"]] == places
+        close([one["embedding"] for one in answer["data"]], [wanted[index] for index in shown])
+        num = sum(len(ids[index]) for index in shown)
         assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == num
         assert "completion_tokens" not in answer["usage"]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 150  # of prompts that came before

@@ -295,11 +295,12 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
 def _embedding(args: ServerArgs, model: ModelConfig) -> ModelConfig:
     """``model``, served for embeddings. Raises ``ConfigError`` for flags that need an answer's tokens, and for a model
     whose last token's state is not all that it was trained to give."""
-    require(
-        args.speculative_algorithm is None,
-        "--speculative-algorithm: a server of embeddings (--is-embedding, or a model with modules.json) decodes"
-        " nothing; leave it out",
-    )
+    for name in ("speculative_algorithm", "cuda_graph_bs", "cuda_graph_max_bs"):
+        require(
+            getattr(args, name) is None,
+            f"--{name.replace('_', '-')}: a server of embeddings (--is-embedding, or a model with modules.json) decodes"
+            " nothing; leave it out",
+        )
     for name, wanted in (("is_causal", False), ("use_bidirectional_attention", True)):
         require(
             model.hf_config.get(name) is not wanted,

@@ -139,8 +139,9 @@ def test_what_is_no_embedding_model_is_refused(directory: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match="has a module Dense"):
         resolve(ServerArgs(**flags))
     publish(tmp_path, lasttoken)
-    with pytest.raises(ConfigError, match="decodes nothing"):
-        resolve(ServerArgs(**flags, speculative_algorithm="NEXTN"))
+    for decodes in ({"speculative_algorithm": "NEXTN"}, {"cuda_graph_bs": (1, 2)}):
+        with pytest.raises(ConfigError, match="decodes nothing"):
+            resolve(ServerArgs(**flags, **decodes))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
     with pytest.raises(ConfigError, match="is_causal false"):
