@@ -64,6 +64,7 @@ TESTS: dict[str, dict[str, str]] = {
     "store_index": {"kernel_accesses": "store_index"},
     "store_latent": {"triton_layer_kernels": "latent", "kernel_accesses": "latent"},
     "speculative_step": {"speculative_step": "", "kernel_accesses": _STEP},
+    "token_lookup": {"speculative_step": "look_ups", "kernel_accesses": "look_up|keep_tokens"},
 }  # fmt: skip
 _EFFECTS = frozenset(("debug_barrier", "gdc_wait", "gdc_launch_dependents"))
 _NEXT = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}

@@ -7,10 +7,12 @@ import pytest
 import fenceline
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
 def test_what_a_user_sees_of_drafts(algorithm: str) -> None:
     prompt = "Q: Copy these words: apple river stone lamp cloud\nA: apple river stone lamp cloud\n\n" * 2 + "Q:"
-    with fenceline.Engine(model_path="demo", device="cpu", speculative_algorithm=algorithm) as engine:
+    with fenceline.Engine(
+        model_path="demo", device="cpu", speculative_algorithm=algorithm, speculative_adaptive=False
+    ) as engine:
         sampling = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
         meta = engine.generate(prompt, sampling)["meta_info"]
         info = engine.get_server_info()

@@ -46,6 +46,7 @@ from fenceline.layers.kernels.triton import embed_join as embed_join_triton
 from fenceline.layers.kernels.triton import kv_rows as kv_rows_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
+from fenceline.layers.kernels.triton import token_lookup as lookup_triton
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.layers.recurrent_state import StateRows
 from fenceline.memory_order.guards import first_of_best
@@ -54,6 +55,7 @@ from fenceline.sampling import draw_kernels as sample
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.speculative import kv_rows
 from fenceline.speculative import step_kernels as step
+from fenceline.speculative import token_lookup as lookup
 
 _SCALE = 0.3
 
@@ -91,6 +93,7 @@ def launches() -> Iterator[Launch]:
     yield from _joins()
     yield from _drafts()
     yield from _ends()
+    yield from _look_ups()
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -1016,6 +1019,23 @@ def _ends() -> Iterator[Launch]:
 
         operands = (hidden, counts, rows, kept[:, 1])
         yield Launch(f"keep_last_hidden {size}x{features}", step.HIDDEN, operands, keep)
+
+
+def _look_ups() -> Iterator[Launch]:
+    for size, num_rows, longest, window in ((3, 4, 50, (1, 3)), (2, 9, 600, (2, 4))):
+        tokens, rows = _ids(size + 3, longest + num_rows, most=3).int(), torch.randperm(size + 2)[:size] + 1
+        lens = _ids(size, most=longest - 2) + 2
+
+        def look_up(pdl: bool, *operands: Any) -> None:
+            lookup_triton.launch_look_up(*operands)
+
+        operands = (rows, lens, tokens, *window, _ids(size, num_rows))
+        yield Launch(f"look_up_drafts {size}x{longest}", lookup.LOOK_UP, operands, look_up)
+
+        def keep(pdl: bool, *operands: Any) -> None:
+            lookup_triton.launch_keep(*operands)
+
+        yield Launch(f"keep_tokens {size}x{num_rows}", lookup.KEEP, (rows, lens, _ids(size, num_rows), tokens), keep)
 
 
 def _draw_variants(vocab_size: int, rows_each_mask: int = 0) -> Any:

@@ -223,3 +223,16 @@ def guess(driver: Driver, known: dict[str, list[int]], share: float) -> list[int
         chain.propose = propose  # type: ignore[method-assign]
     runner.accept = accept_and_count  # type: ignore[method-assign]
     return counts
+
+
+def check_token_rows(driver: Driver) -> int:
+    """Compare the rows of running requests with what the host knows of their tokens. Returns how many there are."""
+    assert isinstance(driver.worker, ModelRunner)
+    held, reqs = driver.worker.req_pool.tokens, [req for req in driver.scheduler.running.reqs if not req.left]
+    assert held is not None and not held[0].any()
+    for req in reqs:
+        tokens = req.token_ids().tolist()
+        for image in req.images:
+            tokens[image.offset : image.end] = [-1] * image.num_tokens
+        assert held[req.row, : len(tokens)].tolist() == tokens, req.rid
+    return len(reqs)

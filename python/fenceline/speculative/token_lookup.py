@@ -14,8 +14,6 @@ from fenceline.memory_order.kernel import declared
 
 Tensor = torch.Tensor
 
-_PADDING = 0  # what is proposed where nothing was found; a token that may be embedded
-
 
 def look_up_drafts(rows: Tensor, lens: Tensor, tokens: Tensor, least: int, most: int, input_ids: Tensor) -> None:
     """Write the drafts of B requests to all columns of ``input_ids`` [B, N] int64 but the first.
@@ -23,7 +21,7 @@ def look_up_drafts(rows: Tensor, lens: Tensor, tokens: Tensor, least: int, most:
     ``tokens`` [R, T] int32 are the tokens by request row, of which those of ``rows`` [B] int64 have ``lens`` [B] int64.
     Tokens below 0 match nothing and are never proposed. The longest match of a request's last tokens counts, of
     ``least`` to ``most`` tokens, and of several the latest one. If it ends p tokens before the request does, the drafts
-    are the p tokens behind it, over and over. Without a match they are 0."""
+    are the p tokens behind it, over and over. Without a match they are the last token, over and over."""
     operands = (rows, lens, tokens, least, most, input_ids)
     if rows.is_cuda:
         from fenceline.layers.kernels.triton.token_lookup import launch_look_up
@@ -45,9 +43,9 @@ def _look_up(rows: Tensor, lens: Tensor, tokens: Tensor, least: int, most: int, 
             break
         sizes += matches
     best, end = torch.where(sizes >= least, sizes * len(ends) + ends, -1).max(1, keepdim=True)
+    end = torch.where(best >= 0, end, last - 1)
     ahead = torch.arange(input_ids.shape[1] - 1, device=rows.device)
-    drafts = held.gather(1, end + 1 + ahead % (last - end)).long()
-    input_ids[:, 1:] = torch.where(best >= 0, drafts, _PADDING).clamp(min=_PADDING)
+    input_ids[:, 1:] = held.gather(1, end + 1 + ahead % (last - end)).clamp(min=0)
 
 
 LOOK_UP = declared("look_up_drafts", _look_up, "lens tokens[rows] -> input_ids")

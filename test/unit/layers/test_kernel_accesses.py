@@ -18,14 +18,15 @@ from fenceline.layers.kernels import accesses, embed_join
 from fenceline.memory_order.kernel import Kernel
 from fenceline.model_executor.decode_runner import DECODE_PROLOGUE
 from fenceline.sampling import draw_kernels as sample
-from fenceline.speculative import kv_rows
+from fenceline.speculative import kv_rows, token_lookup
 from fenceline.speculative import step_kernels as step
 
 pytestmark = pytest.mark.long
 
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
 STEP = (step.BEGIN, step.PLACE, step.KEEP, step.PROPOSAL, step.ACCEPT, step.HIDDEN)
-OTHERS = (embed_join.KERNEL, DECODE_PROLOGUE, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
+LOOK_UPS = (token_lookup.LOOK_UP, token_lookup.KEEP)
+OTHERS = (embed_join.KERNEL, DECODE_PROLOGUE, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP, *LOOK_UPS)
 KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
 PROGRAMMATIC = [
     "rms_norm",

@@ -13,6 +13,7 @@ import transformers
 from draft_checkpoints import VisionDraft, save_vision_draft
 from draft_reference import Reference, TargetStates
 from scheduler_driver import Driver
+from speculative_driver import check_token_rows
 from vision_cases import CASES, IMAGE, ONE, Case, image_request, picture, processor_of
 from vision_cases import vision_driver as make_driver
 
@@ -226,3 +227,25 @@ def test_a_model_that_is_its_own_draft_is_right_about_images(made_of: Make) -> N
         last = driver.answers[f"r{index}"].last
         assert last is not None and last.spec is not None
         assert last.spec.num_accepted == last.spec.num_drafts == 6, "in two steps of three"
+
+
+def test_images_are_not_looked_up(made_of: Make) -> None:
+    """Where drafts are looked up in a request's tokens, those of its images are none, and the answers are the same."""
+    directory = made_of(*DRAFTS[0]).directory
+    driver, plain = (
+        make_driver(directory, speculative_algorithm="NGRAM", speculative_adaptive=False),
+        make_driver(directory),
+    )
+    num_checked = 0
+    for turn in range(2):  # the second time after hits
+        for index, case in enumerate(CASES):
+            driver.send(image_request(driver, f"{turn}.{index}", *case, max_new_tokens=20))
+            plain.send(image_request(plain, f"{turn}.{index}", *case, max_new_tokens=20))
+        while driver.scheduler.reqs or driver.flight is not None or driver.pending:
+            driver.step()
+            num_checked += check_token_rows(driver)
+        plain.run()
+    assert num_checked > 2 * len(CASES)
+    assert {rid: answer.output_ids for rid, answer in driver.answers.items()} == {
+        rid: answer.output_ids for rid, answer in plain.answers.items()
+    }

@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _driver(folder: Path, target: str, algorithm: str | None = None, **flags: object) -> Driver:
     drafts: dict[str, object] = {}
     if algorithm is not None:
-        own = algorithm == "NEXTN"
-        drafts = {"speculative_algorithm": algorithm, "speculative_num_steps": 3}
+        own = algorithm in ("NEXTN", "NGRAM")
+        drafts = {"speculative_algorithm": algorithm, "speculative_num_steps": 3, "speculative_adaptive": False}
         drafts["speculative_draft_model_path"] = None if own else str(folder / algorithm)
     every = {"model_path": str(folder / target), "enable_deterministic_inference": True}
     return make_model_driver(**{**every, **drafts, **flags})
@@ -87,6 +87,7 @@ def _cached(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[int]:
         ("qwen3-next", _WHOLE, {"page_size": 64}),
         ("qwen3-next", "NEXTN", {"max_total_tokens": 464, "schedule_conservativeness": 0.01}),
         ("nemotron-h-moe", _WHOLE, {"chunked_prefill_size": 48}),
+        ("qwen3-next", "NGRAM", {"chunked_prefill_size": 48}),
     ],
 )
 def test_drafts_change_no_bit(folder: Path, target: str, algorithm: str, flags: dict[str, object]) -> None:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from draft_checkpoints import VOCAB
 from scheduler_driver import Driver, answers, make_model_driver, request
-from speculative_driver import NGRAM, continued, make_driver, models, plain_answers, requests
+from speculative_driver import NGRAM, check_token_rows, continued, make_driver, models, plain_answers, requests
 from tokenizers import Tokenizer
 
 from fenceline.config.model_files import demo_model_path
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq, TokenizedGenerateReq
-from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DepthChoice, StepCosts
 from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline.speculative.token_lookup import look_up_drafts
@@ -35,7 +34,7 @@ def expected_drafts(tokens: list[int], least: int, most: int, depth: int) -> lis
                 while len(text) < len(tokens) + depth:
                     text.append(text[end + len(text) - len(tokens)])
                 return [max(token, 0) for token in text[len(tokens) :]]
-    return [0] * depth
+    return [max(tokens[-1], 0)] * depth
 
 
 @pytest.mark.parametrize("window", [(1, 1), (1, 4), (3, 12)])
@@ -60,19 +59,6 @@ def test_a_repetition_goes_on_beyond_its_end() -> None:
     assert input_ids[0, 1:].tolist() == [2, 3, 1, 2, 3, 1, 2]
 
 
-def check_rows(driver: Driver) -> int:
-    """Compare the rows of running requests with what the host knows of their tokens. Returns how many there are."""
-    assert isinstance(driver.worker, ModelRunner)
-    held, reqs = driver.worker.req_pool.tokens, [req for req in driver.scheduler.running.reqs if not req.left]
-    assert held is not None and not held[0].any()
-    for req in reqs:
-        tokens = req.token_ids().tolist()
-        for image in req.images:
-            tokens[image.offset : image.end] = [-1] * image.num_tokens
-        assert held[req.row, : len(tokens)].tolist() == tokens, req.rid
-    return len(reqs)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("retract_policy", ["offload", "recompute"])
 def test_rows_have_the_tokens_of_their_requests(models: dict[str, Path], overlap: bool, retract_policy: str) -> None:
@@ -90,7 +76,7 @@ def test_rows_have_the_tokens_of_their_requests(models: dict[str, Path], overlap
         driver.send(req)
         for _ in range(3):
             driver.step()
-            num_checked += check_rows(driver)
+            num_checked += check_token_rows(driver)
         if index == 4:
             driver.send(AbortReq(rid="r3"))
         if index in (6, 9):
@@ -99,7 +85,7 @@ def test_rows_have_the_tokens_of_their_requests(models: dict[str, Path], overlap
             driver.send(PauseGenerationReq(id="p", mode="in_place"), ContinueGenerationReq(id="c"))
     while driver.scheduler.reqs or driver.flight is not None:
         driver.step()
-        num_checked += check_rows(driver)
+        num_checked += check_token_rows(driver)
     ends = [driver.answers[req.rid].last for req in reqs]
     assert num_checked > 60 and any(end.cached_tokens for end in ends if end is not None)
     assert (
@@ -149,8 +135,8 @@ def share_of_plain(driver: Driver, reqs: list[TokenizedGenerateReq]) -> tuple[fl
     chooser = AdaptiveDepth(tuple(seconds), StepCosts((1,), (tuple(seconds.values()),)))
     choose = chooser.choose
 
-    def choose_and_count(*given: int) -> DepthChoice:
-        choice = choose(*given)
+    def choose_and_count(num_reqs: int, num_drafting: int, most: int) -> DepthChoice:
+        choice = choose(num_reqs, num_drafting, most)
         depths[choice.depth] += 1
         return choice
 

@@ -88,11 +88,10 @@ def _propose_kernel(
     own = tokens + tl.load(rows + req) * stride
     last = tl.load(lens + req) - 1
     found = tl.max(tl.load(best + req * PARTS + tl.arange(0, PARTS)), axis=0)
-    end = tl.where(found >= 0, found & 0xFFFFFFFF, 0)
+    end = tl.where(found >= 0, found & 0xFFFFFFFF, last - 1)
     ahead = tl.arange(0, WIDTH)
     live = ahead < num_rows - 1
-    places = end + 1 + ahead % tl.maximum(last - end, 1)
-    drafts = tl.load(own + places, mask=live & (found >= 0), other=0)
+    drafts = tl.load(own + end + 1 + ahead % (last - end), mask=live, other=0)
     tl.store(input_ids + req * num_rows + 1 + ahead, tl.maximum(drafts, 0).to(tl.int64), mask=live)
 
 
