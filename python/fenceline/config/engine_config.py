@@ -298,7 +298,7 @@ def _embedding(args: ServerArgs, model: ModelConfig) -> ModelConfig:
     for name in ("speculative_algorithm", "cuda_graph_bs", "cuda_graph_max_bs"):
         require(
             getattr(args, name) is None,
-            f"--{name.replace('_', '-')}: a server of embeddings (--is-embedding, or a model with modules.json) decodes"
+            f"--{name.replace('_', '-')}: a server of embeddings (--is-embedding, or a modules.json that pools) decodes"
             " nothing; leave it out",
         )
     for name, wanted in (("is_causal", False), ("use_bidirectional_attention", True)):

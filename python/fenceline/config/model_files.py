@@ -221,8 +221,9 @@ def read_model_json(directory: Path) -> dict[str, object]:
 
 
 def pools_last_token(directory: Path) -> bool:
-    """Whether a model directory is an embedding model of sentence-transformers (modules.json) whose embeddings are the
-    states of the last tokens. Raises ``ConfigError`` for such a model that makes them in another way."""
+    """Whether a model directory is an embedding model of sentence-transformers, whose modules.json pools, and whose
+    embeddings are the states of the last tokens. (That of a reranker does not pool.) Raises ``ConfigError`` for a model
+    that makes embeddings in another way."""
     path = directory / "modules.json"
     if not is_file(path):
         return False
@@ -230,6 +231,8 @@ def pools_last_token(directory: Path) -> bool:
         modules = [(str(one["type"]).rsplit(".", 1)[-1], str(one["path"])) for one in json.loads(path.read_bytes())]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise ConfigError(f"{path}: no list of modules with type and path; download the file again") from None
+    if "Pooling" not in dict(modules):
+        return False
     for kind, folder in modules:
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(f"{path}: has a module {kind}, which is not served; use a model without it")

@@ -132,8 +132,8 @@ class ServerArgs:
     )
     is_embedding: bool = _model(
         False,
-        "Serve embeddings, the state of each text's last token, instead of generated text. A model with modules.json, "
-        "such as Qwen3-Embedding, is served so without the flag.",
+        "Serve embeddings, the state of each text's last token, instead of generated text. A model whose "
+        "modules.json pools, such as Qwen3-Embedding, is served so without the flag.",
     )
     served_model_name: str | None = _model(None, "The model's name in the API; --model-path as given unless set.")
     weight_version: str = _model(

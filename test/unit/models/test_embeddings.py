@@ -138,6 +138,9 @@ def test_what_is_no_embedding_model_is_refused(directory: Path, tmp_path: Path) 
     publish(tmp_path, lasttoken, [*MODULES, {"idx": 3, "name": "3", "path": "3_Dense", "type": "models.Dense"}])
     with pytest.raises(ConfigError, match="has a module Dense"):
         resolve(ServerArgs(**flags))
+    judges = {"idx": 1, "name": "1", "path": "1_LogitScore", "type": "cross_encoder.modules.logit_score.LogitScore"}
+    publish(tmp_path, {}, [MODULES[0], judges])
+    assert not resolve(ServerArgs(**flags)).model.embeds, "a reranker generates"
     publish(tmp_path, lasttoken)
     for decodes in ({"speculative_algorithm": "NEXTN"}, {"cuda_graph_bs": (1, 2)}):
         with pytest.raises(ConfigError, match="decodes nothing"):
