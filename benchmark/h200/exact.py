@@ -419,7 +419,8 @@ def configurations(longest: int, token_bytes: int, on_cpu: bool, storage: str) -
             "nextn": f"{tight} --speculative-algorithm NEXTN {kernel}",
             "mixed": f"{graphs} {tight} {kernel} {files} {first} --chunked-prefill-size 192 --enable-mixed-chunk",
             "ngram": f"{graphs} {tight} --speculative-algorithm NGRAM {kernel} --retract-policy offload",
-            "everything": f"{graphs} {tight} {eagle3} {kernel} {files} {first} --retract-policy offload",
+            "everything": f"{graphs} {tight} {eagle3} {kernel} {files} {first} --retract-policy offload"
+            " --enable-mixed-chunk",
             "replicas": f"{tight} --dp-size 2",
         }.items()
     }
