@@ -15,7 +15,8 @@ from sala_reference import save_sala
 from scheduler_driver import Driver, answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
-from fenceline.model_executor import parts
+from fenceline.model_executor import model_runner, parts
+from fenceline.model_executor.step import MixedCosts, StepCosts
 
 Result = TypeVar("Result")
 LENGTHS = [(1, 70), (2, 40), (3, 150)]  # the first token, and how many: states are made at multiples of 64
@@ -62,6 +63,23 @@ def test_sums_that_yield_the_next_norm_change_no_answer(graphs: dict[str, object
     assert ranks.run(run) == [expected] * 2
     num_layers = 4
     assert ranks.num_fused[0] == ranks.num_fused[1] > 10 * (2 * num_layers - 1)
+
+
+def test_ranks_mix_steps_by_the_costs_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own costs one of the two would compute shorter chunks, and their sums would not match."""
+    own = iter([0.02, 0.0001])
+
+    def measured(*_: object) -> MixedCosts:
+        return MixedCosts((32,), (next(own),))
+
+    def work(driver: Driver) -> tuple[list[list[int]], bool, StepCosts | MixedCosts | None]:
+        found = answers(driver, sampled_requests())
+        return found, driver.scheduler.stats.num_mixed_steps > 3, driver.worker.step_costs
+
+    monkeypatch.setattr(model_runner, "measure_mixed", measured)
+    flags = {"chunked_prefill_size": 48, "enable_mixed_chunk": True, "max_inter_token_ms": 20}
+    first, second = on_ranks(2, work, **flags)
+    assert first == second and first[:2] == (sampled_reference(), True) and first[2] is not None
 
 
 def test_ranks_answer_as_one_with_whole_rows_and_retraction() -> None:
