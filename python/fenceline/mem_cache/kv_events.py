@@ -115,11 +115,11 @@ Note = Stored | Removed | Cleared
 class KVEventLog:
     """Notes the changes of all tiers, in order, until they are taken. One thread uses it."""
 
-    def __init__(self, page_size: int, images: ImageKeys | None = None, placeholder: int | None = None) -> None:
-        """``images``: what stands for the tokens of images in keys, in whose place events have ``placeholder``, the
-        token of the model; None for a model that reads text only."""
+    def __init__(self, page_size: int, placeholder: int | None = None) -> None:
+        """``placeholder``: the model's token for images, which events have in place of what stands for them in keys;
+        None for a model that reads text only."""
         self.page_size = page_size
-        self._images = images
+        self.images: ImageKeys | None = None  # those of the tree, which sets it
         self._placeholder = placeholder
         self._notes: list[Note] = []
 
@@ -129,7 +129,7 @@ class KVEventLog:
         """The pages ``keys`` with their ``tokens``, and what their hashes depend on besides: ``namespace`` if they are
         the first ones of a prefix, and images."""
         is_image = None
-        if self._images is not None and self._placeholder is not None and int(tokens.min()) < 0:
+        if self._placeholder is not None and int(tokens.min()) < 0:
             is_image = tokens < 0
         if not namespace and is_image is None:
             return PageRun(keys, tokens, parent)
@@ -182,10 +182,10 @@ class KVEventLog:
         return range(0, num_pages * self.page_size, self.page_size)
 
     def _of_images(self, page: npt.NDArray[np.int32]) -> tuple[ExtraKey, ...] | None:
-        assert self._images is not None, "only images have numbers below zero"
+        assert self.images is not None, "the log is a tree's"
         found: list[ExtraKey] = []
         for number in dict.fromkeys(page[page < 0].tolist()):
-            digest = self._images.digest(number)
+            digest = self.images.digest(number)
             if digest is not None:
                 found.append((digest.hex(), int((page == number).argmax())))
         return tuple(found) or None

@@ -35,7 +35,7 @@ class KVEventPublisher:
     def __init__(self, config: KVEventsConfig, log: KVEventLog, replica: int = 0) -> None:
         """Raises ConfigError if an endpoint cannot be used."""
         config = config.of_replica(replica)
-        self._log, self._replica = log, replica
+        self.log, self._replica = log, replica
         self._topic = config.topic.encode()
         self._context = zmq.Context()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -70,14 +70,13 @@ class KVEventPublisher:
             else:  # as in vLLM and SGLang: a consumer listens there
                 socket.connect(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(
-                f"--kv-events-config: cannot use {endpoint} ({error.strerror}): name an endpoint that is free"
-            ) from error
+            why = zmq.strerror(error.errno or 0)
+            raise ConfigError(f"--kv-events-config: cannot use {endpoint} ({why}): name one that is free") from error
         return socket
 
     def publish(self) -> None:
         """Publish what has been noted since the last call, as one batch. Called once a step; never waits."""
-        notes = self._log.take()
+        notes = self.log.take()
         if notes:
             # If too many are in the queue, the oldest is dropped, and its number is missing.
             self._queue.append((self._num_batches, time.time(), notes))
@@ -117,7 +116,7 @@ class KVEventPublisher:
     def _send_queued(self) -> None:
         while self._queue:
             number, when, notes = self._queue.popleft()
-            batch = KVEventBatch(when, [self._log.event(note) for note in notes], self._replica)
+            batch = KVEventBatch(when, [self.log.event(note) for note in notes], self._replica)
             payload = self._encoder.encode(batch)
             self._kept.append((number, payload))
             self._pub.send_multipart((self._topic, _seq(number), payload))

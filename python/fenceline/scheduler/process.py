@@ -36,6 +36,7 @@ from fenceline.ipc.node_link import NodeListener, NodePeers, own_address, own_in
 from fenceline.ipc.progress import announced
 from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
 from fenceline.layers.context import Shard
+from fenceline.mem_cache.kv_events import KVEventLog
 from fenceline.memory_order import CollectiveBackend, Communicator, Device, PeerLostError, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_complete
@@ -177,6 +178,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     try:
         messages: Inbox[SchedulerInput] | None = None if rank else Inbox(ports.scheduler, SCHEDULER_DECODER)
         outbox = SocketOutbox(ports, config.server_args.skip_tokenizer_init)
+        kv_events = None if rank else _kv_event_publisher(config)  # before the model is loaded: its ports may be taken
         begin = time.perf_counter()
         with announced(f"opening the device ({config.device})"):
             device = open_device(config.device, index=_device_of(rank, config))
@@ -199,9 +201,9 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
-        if rank == 0 and config.kv_events is not None:
-            log = note_kv_events(config, scheduler.memory)
-            scheduler.kv_events = KVEventPublisher(config.kv_events, log, config.replica)
+        if kv_events is not None:
+            note_kv_events(kv_events.log, config, scheduler.memory)
+            scheduler.kv_events = kv_events
         scheduler.control.run_in_background = _run_in_thread
         scheduler.control.still_working = watchdog.busy
         scheduler.grammars.run_in_background = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
@@ -250,6 +252,14 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         messages.close()
     if num_ranks > 1:
         _end_rank(0, channels)
+
+
+def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    if config.kv_events is None:
+        return None
+    vision = config.model.vision
+    log = KVEventLog(config.server_args.page_size, None if vision is None else vision.placeholder)
+    return KVEventPublisher(config.kv_events, log, config.replica)
 
 
 def _end_rank(status: int, channels: _RankChannels | None) -> None:

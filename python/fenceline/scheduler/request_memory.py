@@ -539,11 +539,8 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind, images, states)
 
 
-def note_kv_events(config: EngineConfig, memory: RequestMemory) -> KVEventLog:
-    """A log in which the tiers of ``memory`` note what they gain and lose from now on."""
-    tree, vision = memory.tree, config.model.vision
-    log = KVEventLog(memory.page_size, tree.images, None if vision is None else vision.placeholder)
-    tree.note_events(log, PageRoots(page_fingerprint(config, config.kv_layout)))
+def note_kv_events(log: KVEventLog, config: EngineConfig, memory: RequestMemory) -> None:
+    """Have the tiers of ``memory`` note in ``log`` what they gain and lose from now on."""
+    memory.tree.note_events(log, PageRoots(page_fingerprint(config, config.kv_layout)))
     if memory.tiers is not None and memory.tiers.storage is not None:
         memory.tiers.storage.note_events()
-    return log

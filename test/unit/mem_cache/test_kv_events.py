@@ -73,7 +73,7 @@ def test_images_are_named_by_their_digests() -> None:
     """In place of the numbers that stand for them in keys, events have the model's token."""
     host = LeasePool("host KV pages", 9, reserved=0)
     tree = HiRadixCache(LeasePool("KV pages", 9), 4, host, "write_through")
-    log = KVEventLog(4, tree.images, placeholder=99)
+    log = KVEventLog(4, placeholder=99)
     tree.note_events(log, FINGERPRINT.root_key)
     image = ImageInput(pixels=b"", height=2, width=3, grid=(2, 3), digest=bytes(range(16)), offset=3)
     keys = tree.images.keys_of(np.arange(12, dtype=np.int32), [image])
@@ -90,7 +90,7 @@ def test_images_are_named_by_their_digests() -> None:
 
 def test_pages_of_a_forgotten_image_have_no_events() -> None:
     tree = RadixCache(LeasePool("KV pages", 9), 4)
-    log = KVEventLog(4, tree.images, placeholder=99)
+    log = KVEventLog(4, placeholder=99)
     tree.note_events(log, FINGERPRINT.root_key)
     tree.images.most_known = 1
     images = [

@@ -181,7 +181,7 @@ def test_replicas_have_ports_of_their_own(closing: list[KVEventPublisher | Consu
     publisher = KVEventPublisher(config, KVEventLog(4), replica=1)
     closing.append(publisher)
     assert publisher._pub.get(zmq.LAST_ENDPOINT).rstrip(b"\0").endswith(f":{port + 1}".encode())
-    with pytest.raises(ConfigError, match=f"cannot use tcp://\\*:{port + 1} .*name an endpoint that is free"):
+    with pytest.raises(ConfigError, match=f"cannot use tcp://\\*:{port + 1} .*name one that is free"):
         KVEventPublisher(config, KVEventLog(4), replica=1)
 
 
@@ -235,7 +235,8 @@ class Watched:
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.mirror = driver, Mirror()
-        self.log = note_kv_events(driver.config, driver.scheduler.memory)
+        self.log = KVEventLog(driver.config.server_args.page_size)
+        note_kv_events(self.log, driver.config, driver.scheduler.memory)
         driver.scheduler.kv_events = self  # type: ignore[assignment]
 
     def publish(self) -> None:

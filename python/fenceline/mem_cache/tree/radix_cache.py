@@ -483,7 +483,7 @@ class RadixCache:
         """Note all changes in ``log`` from now on; the tree is empty. ``root_key``: ``PageFingerprint.root_key``, which
         a tree above a storage has already."""
         assert not self.num_nodes, "the log would lack the pages that are in the tree"
-        self.events, self._root_key = log, self._root_key or root_key
+        self.events, self._root_key, log.images = log, self._root_key or root_key, self.images
 
     def keys(self, node: TreeNode) -> list[PageKey]:
         """The keys of ``node``'s pages (``page_hash``), in token order; none for the root or a node that has left the
