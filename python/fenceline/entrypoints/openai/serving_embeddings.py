@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from fenceline.entrypoints.sse import collect_or_abort, while_connected
 from fenceline.frontend.request_types import TURN_REQUESTS, GenerateChunk, GenerateInput, RequestError
 
 F32 = npt.NDArray[np.float32]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class EmbeddingServing:
@@ -32,23 +36,35 @@ class EmbeddingServing:
     async def respond(self, body: EmbeddingBody, head: AnswerHead, request: Request) -> Response:
         """The answer. Raises RequestError, before anything is sent."""
         chunks = await self.chunks(body, head.id, request)
-        parts = [b'{"object":"list","data":[']
-        for index, chunk in enumerate(chunks):
-            vector = vector_of(chunk, body.dimensions)
-            as_text = body.encoding_format == "base64"
-            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector
-            one = {"object": "embedding", "index": index, "embedding": shown}
-            parts += (b"," if index else b"", orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY))
-            if (index + 1) % TURN_REQUESTS == 0:
-                await asyncio.sleep(0)
+        written = await in_turns(partial(_written, body), enumerate(chunks))
+        parts = [part for one in written for part in (b",", one)]
         rest = {"model": head.model, "usage": usage_of(chunks, self._model)}
-        return PartsResponse([*parts, b"],", orjson.dumps(rest)[1:]])
+        return PartsResponse([b'{"object":"list","data":[', *parts[1:], b"],", orjson.dumps(rest)[1:]])
 
     async def chunks(self, body: EmbeddingBody, rid: str, request: Request | None) -> list[GenerateChunk]:
         """The chunk with each input's embedding. Raises RequestError."""
         check_dimensions(body.dimensions, self._model)
         inputs = reading_inputs(body, body.input, rid, embed=True, special=body.add_special_tokens)
         return await collected(self._generator, inputs, request)
+
+
+def _written(body: EmbeddingBody, numbered: tuple[int, GenerateChunk]) -> bytes:
+    index, chunk = numbered
+    vector = vector_of(chunk, body.dimensions)
+    as_text = body.encoding_format == "base64"
+    shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector
+    one = {"object": "embedding", "index": index, "embedding": shown}
+    return orjson.dumps(one, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+async def in_turns(make: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """``make`` of each of a body's ``items``, between which others run."""
+    made: list[T] = []
+    for item in items:
+        made.append(make(item))
+        if len(made) % TURN_REQUESTS == 0:
+            await asyncio.sleep(0)
+    return made
 
 
 def check_dimensions(dimensions: int | None, model: ServedModel) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, required_tokenizer
 from fenceline.entrypoints.openai.protocol import Prompt, ReadingBody, RerankBody, ScoreBody
-from fenceline.entrypoints.openai.serving_embeddings import collected, reading_inputs, usage_of, vector_of
+from fenceline.entrypoints.openai.serving_embeddings import collected, in_turns, reading_inputs, usage_of, vector_of
 from fenceline.frontend.request_types import GenerateChunk, RequestError, check_num_requests
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.sampling.sampling_params import SamplingParams
@@ -68,7 +69,8 @@ class RerankServing:
             raise RequestError(400, "label_token_ids needs query and items", param="items")
         prompts = [_joined(body.query, item, body.item_first) for item in body.items]
         chunks = await self._next_tokens(body, prompts, body.label_token_ids, rid, request, special=True)
-        return [_probabilities(_logprobs(chunk), body.apply_softmax) for chunk in chunks], usage_of(chunks, self._model)
+        scores = await in_turns(partial(_probabilities, apply_softmax=body.apply_softmax), chunks)
+        return scores, usage_of(chunks, self._model)
 
     async def _relevance(
         self,
@@ -86,7 +88,7 @@ class RerankServing:
             texts = list(dict.fromkeys([*queries, *[document for _, document in pairs]]))
             inputs = reading_inputs(body, texts, rid, embed=True)
             chunks = await collected(self._generator, inputs, request)
-            vectors = dict(zip(texts, map(vector_of, chunks), strict=True))
+            vectors = dict(zip(texts, await in_turns(vector_of, chunks), strict=True))
             of_pairs = zip(queries, pairs, strict=True)
             scores = [float(vectors[query] @ vectors[document]) for query, (_, document) in of_pairs]
             return scores, usage_of(chunks, self._model)
@@ -94,7 +96,8 @@ class RerankServing:
         instruct = instruct or DEFAULT_INSTRUCT
         prompts = [_JUDGE.format(instruct=instruct, query=query, document=document) for query, document in pairs]
         chunks = await self._next_tokens(body, prompts, labels, rid, request, special=False)
-        return [_probabilities(_logprobs(chunk), True)[0] for chunk in chunks], usage_of(chunks, self._model)
+        scores = await in_turns(lambda chunk: _probabilities(chunk, True)[0], chunks)
+        return scores, usage_of(chunks, self._model)
 
     async def _next_tokens(
         self,
@@ -160,16 +163,13 @@ def _joined(query: Prompt, item: Prompt, item_first: bool) -> Prompt:
     raise RequestError(400, "query and items must both be texts or both be token ids", param="items")
 
 
-def _logprobs(chunk: GenerateChunk) -> list[float]:
-    """Those of the tokens that were named. Raises RequestError (499) if the request was aborted before."""
+def _probabilities(chunk: GenerateChunk, apply_softmax: bool) -> list[float]:
+    """Of the tokens that were named, among all tokens or with ``apply_softmax`` among themselves. Raises RequestError
+    (499) if the request was aborted before."""
     named = [] if chunk.output_logprobs is None else list(chunk.output_logprobs.token_ids_logprobs)
     if not named:
         raise RequestError(499, "the request was aborted", code="closed")
-    return [logprob for logprob, _ in named[0]]
-
-
-def _probabilities(logprobs: Sequence[float], apply_softmax: bool) -> list[float]:
-    """Among all tokens, or with ``apply_softmax`` among these alone."""
+    logprobs = [logprob for logprob, _ in named[0]]
     if not apply_softmax:
         return [math.exp(logprob) for logprob in logprobs]
     largest = max(logprobs)
