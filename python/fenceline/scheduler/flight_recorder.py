@@ -258,7 +258,7 @@ def _num_bytes(run: _Run | None) -> int:
     for chunk in batch.chunks:
         total += chunk.out_slots.nbytes
         total += sum(ids.nbytes for ids in (chunk.token_ids, *(chunk.history or ())) if any(ids.strides))
-    for sampling in () if batch.is_decode else batch.sampling:
+    for sampling in batch.sampling[: len(batch.sampling) - batch.num_decodes]:  # the others came with their prompts
         params = sampling.params
         num_values = len(params.logit_bias or ()) + len(params.stop_token_ids)
         total += _VALUE_BYTES * num_values + sum(map(len, params.stop))
