@@ -1,4 +1,4 @@
-"""Kinds of draft models: how each computes its next token, and how its KV and its state follow the accepted tokens.
+"""Kinds of drafts: how each computes its next token, and how its KV and its state follow the accepted tokens.
 
 * One that reads hidden states (:class:`HiddenDraft`) goes on from the target's. After a step it computes its rows for
   the accepted tokens from the hidden states of the verification (*draft-extend*).

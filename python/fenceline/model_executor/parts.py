@@ -57,7 +57,7 @@ def room_for(what: str, otherwise: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the runners of one device work with. ``draft``: None without speculation. ``largest``: the shape of the
+    """What the runners of one device work with. ``draft``: None without a draft model. ``largest``: the shape of the
     deepest decode steps. ``sampler`` draws tokens; ``rank_sampler`` is the same if several ranks draw together, else
     None. ``masks``: None if grammars are refused. ``embeddings``: of images, None without a tower. ``states``: None
     without recurrent layers. ``accesses`` declares how a step uses the memory of ``req_pool`` and ``kv_pool``.

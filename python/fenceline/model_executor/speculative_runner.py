@@ -1,9 +1,10 @@
-"""SpeculativeRunner: decode steps that propose tokens with a draft model and verify them with the target.
+"""SpeculativeRunner: decode steps that propose tokens with a draft and verify them with the target.
 
 One step is a chain on FORWARD, and nothing in it needs the host:
 
 1. *draft*: the draft proposes ``depth`` tokens for each request, one after the other, from the state that the last step
-   has left. A draft model with a layer for each step (NEXTN with several layers) has proposed them already;
+   has left. A draft model with a layer for each step (NEXTN with several layers) has proposed them already, and without
+   a model (NGRAM) they are looked up all at once;
 2. *verify*: the target computes the request's last token and the drafted ones in one forward, ``depth + 1`` rows per
    request (of a tree, as many as it has nodes);
 3. *draw*: at each of these rows the target draws its own next token, with the noise of that token's position;
@@ -14,7 +15,7 @@ One step is a chain on FORWARD, and nothing in it needs the host:
    those of the target.
 
 The depth may change from step to step, among a few values (``SpeculativeConfig.shapes``). With depth 0 nothing is
-proposed. ``drafts`` has the kinds of draft models, and ``proposals`` chains and trees of drafts.
+proposed. ``drafts`` has the kinds of drafts, and ``proposals`` chains and trees of drafts.
 
 Lengths advance on the device (``SpeculativeState``). The host learns them one step later; until then it knows only
 upper bounds. Rejected tokens leave KV in slots beyond a request's length. Those slots are written again before they are
