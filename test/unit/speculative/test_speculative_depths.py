@@ -38,8 +38,7 @@ def depths_of(driver: Driver) -> RandomDepths:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "draft", "topk"),
-    [(*draft, 1) for draft in DRAFTS]
-    + [(*draft, 3) for draft in DRAFTS if draft[1] != "mtp" and draft[0] is not NGRAM],
+    [(*draft, topk) for draft in DRAFTS for topk in (1, 3) if draft[0] is not NGRAM and (draft[1], topk) != ("mtp", 3)],
 )
 def test_no_token_changes(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, topk: int
