@@ -74,13 +74,13 @@ def test_any_decoder_embeds() -> None:
         np.testing.assert_allclose(mine / np.linalg.norm(mine), embedding_of(model, ids, len(mine)), atol=1e-4)
 
 
-@pytest.fixture
-def generating(reference: transformers.PreTrainedModel, tmp_path: Path) -> Driver:
+@pytest.fixture(params=[False, True], ids=["", "mixed steps"])
+def generating(reference: transformers.PreTrainedModel, tmp_path: Path, request: pytest.FixtureRequest) -> Driver:
     """A scheduler over the same model with its head, with little memory and few rows."""
     save_reranker(reference, tmp_path)
     return make_model_driver(
         num_rows=3, model_path=str(tmp_path), max_total_tokens=160, page_size=1, chunked_prefill_size=24,
-        enable_deterministic_inference=True,
+        enable_deterministic_inference=True, enable_mixed_chunk=request.param,
     )  # fmt: skip
 
 
