@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import torch
@@ -43,18 +44,21 @@ def write_gguf(
     directory: Path,
     kind: Type = Type.F32,
     metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    others: Mapping[str, Type] = MappingProxyType({}),
     **split: int,
 ) -> Path:
     """A file at ``path`` with the checkpoint in ``directory``, its matrices in the format ``kind``. ``metadata`` adds
-    to what config.json says, for example a tokenizer. ``split``: arguments of the writer, for a file in parts."""
+    to what config.json says, for example a tokenizer. ``others``: matrices in another format, without .weight.
+    ``split``: arguments of the writer, for a file in parts."""
     config = transformers.AutoConfig.from_pretrained(directory)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.architectures[0].removesuffix("ForCausalLM")], **split)
     _describe(writer, config)
     metadata(writer)
     for name, values in _tensors(config, directory, writer.arch).items():
         array = values.float().contiguous().numpy()
-        if values.dim() > 1 and kind is not Type.F32:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        own = others.get(name.removesuffix(".weight"), kind)
+        if values.dim() > 1 and own is not Type.F32:
+            writer.add_tensor(name, gguf.quants.quantize(array, own), raw_dtype=own)
         else:
             writer.add_tensor(name, array)
     writer.write_header_to_file()

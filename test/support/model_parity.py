@@ -614,10 +614,11 @@ class PagedModel:
         context: LayerContext | None = None,
         make_draft: Callable[[CausalLM], tuple[DraftModel, ModelConfig]] | None = None,
         context_length: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         """``context``: what its layers are made with; None: torch's operators. ``make_draft`` makes a draft from the
         model, whose layers follow the model's in the pool, and returns its config too."""
-        self.config = ModelConfig.from_dir(str(directory), context_length=context_length)
+        self.config = ModelConfig.from_dir(str(directory), context_length=context_length, quantization=quantization)
         self.device = torch.device(device)
         if context is None:
             context = torch_context(Shard(), torch.float32)

@@ -639,7 +639,7 @@ def _read_model(
             model = _embedding(args, model)
         if args.load_format != "dummy":
             # The scheduler reads them, but what is missing, damaged or too large is reported now.
-            tensors = read_headers(weight_files(Path(path)))
+            tensors = read_headers(weight_files(Path(path)), model.quantization)
             check_headers(model, tensors)
             _check_weight_bytes(args, model, weight_bytes(model, tensors), device)
     except ValueError as error:

@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -65,17 +65,21 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.(?P<inside>.+)|(?P<outside>[a-z_]+)
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
     """What a tensor of the checkpoint is in a GGUF file: ``tensor``, or its matrix ``expert``. ``heads`` not 0: rows of
-    this many heads are to be put back into the order of the checkpoint. ``minus`` is to be subtracted."""
+    this many heads are to be put back into the order of the checkpoint. ``minus`` is to be subtracted. ``part``: a
+    matrix in Q4_0 that is kept so has three tensors in the checkpoint, as compressed-tensors calls them."""
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
     expert: int | None = None
     heads: int = 0
     minus: float = 0.0
+    part: str = "weight"
 
 
 def header_type(piece: StoredPiece) -> str:
     """The type of its numbers when they have been read, as safetensors names it: quantised ones become floats."""
+    if piece.part != "weight":
+        return {"weight_packed": "I32", "weight_scale": "F32", "weight_shape": "I64"}[piece.part]
     name = piece.tensor.type.name
     return name if name in ("F32", "F16", "BF16") else "BF16"
 
@@ -83,13 +87,14 @@ def header_type(piece: StoredPiece) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     """How models of an architecture of llama.cpp are described. ``names``: those that differ from ``_INSIDE``.
-    ``permuted``: rows of queries and keys are reordered. ``plus_one``: norms are increased by one. ``more`` returns
-    the entries of config.json that not every family has."""
+    ``permuted``: rows of queries and keys are reordered. ``plus_one``: norms are increased by one. ``computed`` has the
+    values that differ from ``_COMPUTED``. ``more`` returns the entries of config.json that not every family has."""
 
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
     permuted: bool = False
     plus_one: bool = False
+    computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     more: Callable[[GGUFModel], Entries] = lambda model: {}
 
 
@@ -101,11 +106,13 @@ class GGUFModel:
         path = self.path = files[0]
         self.headers = tuple(map(read_header, files))
         self.metadata = self.headers[0].metadata
+        self._read: set[str] = set()  # entries of the architecture that have been asked for
         self.tensors = {name: tensor for header in self.headers for name, tensor in header.tensors.items()}
         name = self.text("general.architecture")
         found = _FAMILIES.get(name)
         if found is None:
-            what = "is a vision tower (mmproj), not a model" if name in ("clip", "mmproj") else f"is of {name!r}"
+            is_tower = name in ("clip", "mmproj")
+            what = "is a vision tower (mmproj), not a model" if is_tower else f"its architecture is {name[:40]!r}"
             raise ConfigError(
                 f"{path}: {what}; of GGUF models these are read: {', '.join(_FAMILIES)}. Give the original model in"
                 " safetensors"
@@ -127,6 +134,7 @@ class GGUFModel:
     def value(self, key: str) -> Value | None:
         """The entry ``key`` of the architecture; None if it is missing. One that is given layer by layer must be the
         same for all."""
+        self._read.add(key)
         found = self.metadata.get(f"{self.name}.{key}")
         if isinstance(found, GGUFArray):
             values = set(found.values())
@@ -187,7 +195,7 @@ class GGUFModel:
         rotated = self.count("rope.dimension_count", head_dim)
         plain = all(tensor.type.name == "F32" for tensor in self.tensors.values())
         vocabulary = self.vocabulary
-        return {
+        entries = {
             "architectures": [self.family.architecture],
             "model_type": self.name,
             "vocab_size": self.shape("token_embd.weight")[0],
@@ -211,6 +219,24 @@ class GGUFModel:
             "eos_token_id": list(vocabulary.stop_ids),
             **self.family.more(self),
         }
+        for key, neutral in {**_COMPUTED, **self.family.computed}.items():
+            if key not in self._read and (value := self.value(key)) is not None and value not in neutral:
+                raise ConfigError(
+                    f"{self.path}: {self.name}.{key} {value} is not supported for this architecture; give the original"
+                    " model in safetensors"
+                )
+        return entries
+
+    @property
+    def pools_last_token(self) -> bool:
+        """Whether it is an embedding model whose embeddings are the states of the last tokens."""
+        pooling = self.value("pooling_type")
+        if pooling not in (None, _NOT_POOLED, _LAST):
+            raise ConfigError(
+                f"{self.path}: {self.name}.pooling_type {pooling} is not supported, only embeddings of the last token"
+                f" ({_LAST}) are; use a model that has these, such as Qwen3-Embedding"
+            )
+        return pooling == _LAST
 
     def _rope_scaling(self) -> Entries | None:
         kind = self.metadata.get(f"{self.name}.rope.scaling.type")
@@ -229,6 +255,8 @@ class GGUFModel:
                 "short_factor": self._floats(_SHORT),
                 "long_factor": self._floats(_LONG),
             }
+        if kind is None and (factor := self.number("rope.scale_linear", 1.0)) != 1.0:  # of the first files
+            return {"rope_type": "linear", "factor": factor}
         if kind in (None, "none", "longrope"):
             return None
         scaling: Entries = {"rope_type": kind, "factor": self.number("rope.scaling.factor", 1.0)}
@@ -309,6 +337,26 @@ def _as_written(value: float) -> float:
 
 
 _FLOAT32 = 6
+_NOT_POOLED, _LAST = 0, 3  # of pooling_type
+# Entries with which a model computes something else, if the family does not read them, and the values that say that it
+# does not.
+_COMPUTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "attention.causal": (True,),
+        "attention.clamp_kqv": (0.0,),
+        "attention.scale": (0.0,),
+        "attention.temperature_scale": (0.0,),
+        "attn_logit_softcapping": (0.0,),
+        "embedding_scale": (0.0, 1.0),
+        "expert_gating_func": (0, 1),  # softmax
+        "expert_group_count": (0, 1),
+        "expert_weights_scale": (0.0, 1.0),
+        "final_logit_softcapping": (0.0,),
+        "logit_scale": (0.0, 1.0),
+        "residual_scale": (0.0, 1.0),
+        "rope.scaling.yarn_log_multiplier": (0.0,),
+    }
+)
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 _SAMPLING = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"
@@ -462,6 +510,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "glm4moe": _Family(
             architecture="Glm4MoeForCausalLM",
             names={"post_attention_norm": "post_attention_layernorm"},
+            computed={"expert_gating_func": (0, 2)},  # sigmoid
             more=_glm4_moe,
         ),
         "seed_oss": _Family(
@@ -497,6 +546,40 @@ def described(path: Path) -> Entries:
     return DESCRIBED[path.name](gguf_model(path.parent))
 
 
-def stored_pieces(path: Path) -> dict[str, StoredPiece]:
-    """The checkpoint's tensors in the GGUF file at ``path``, by their names in the checkpoint."""
-    return gguf_model(path).pieces(read_header(path))
+# Matrices that are products of the same input, and are quantised alike: one kernel multiplies them.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+GROUP = 32  # numbers of Q4_0 that share a scale
+
+
+def four_bit_modules(path: Path) -> tuple[str, ...]:
+    """The linear layers of the GGUF model at ``path`` that are stored in Q4_0, as are all that belong together with
+    them. Experts of a layer are named by their parent."""
+    model = gguf_model(path)
+    pieces = {name: piece for header in model.headers for name, piece in model.pieces(header).items()}
+    packed = {name.removesuffix(".weight"): piece.tensor.type.name == "Q4_0" for name, piece in pieces.items()}
+    experts: dict[str, bool] = {}
+    modules = []
+    for module in packed:
+        parent, _, last = module.rpartition(".")
+        layer, found, _ = module.partition(".experts.")
+        group = next((group for group in _TOGETHER if last in group), None)
+        if found:
+            experts[f"{layer}.experts"] = packed[module] and experts.get(f"{layer}.experts", True)
+        elif group is not None and all(packed.get(f"{parent}.{each}") for each in group):
+            modules.append(module)
+    return (*modules, *(parent for parent, all_packed in experts.items() if all_packed))
+
+
+def stored_pieces(path: Path, keeps: Callable[[str], object] = lambda module: None) -> dict[str, StoredPiece]:
+    """The checkpoint's tensors in the GGUF file at ``path``, by their names in the checkpoint. A matrix in Q4_0 is kept
+    so if ``keeps`` returns something for its module."""
+    stored: dict[str, StoredPiece] = {}
+    for name, piece in gguf_model(path).pieces(read_header(path)).items():
+        module, _, last = name.rpartition(".")
+        if piece.tensor.type.name != "Q4_0" or last != "weight" or keeps(module) is None:
+            stored[name] = piece
+            continue
+        rows, columns = piece.shape
+        shapes = {"weight_packed": (rows, columns // 8), "weight_scale": (rows, columns // GROUP), "weight_shape": (2,)}
+        stored |= {f"{module}.{part}": replace(piece, part=part, shape=shape) for part, shape in shapes.items()}
+    return stored

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.gguf_file import is_gguf, names_of_parts, parts_of
-from fenceline.config.gguf_model import DESCRIBED, described
+from fenceline.config.gguf_model import DESCRIBED, described, gguf_model
 from fenceline.ipc.progress import announced
 
 # The names of demo models and their folders in the package.
@@ -222,8 +222,10 @@ def read_model_json(directory: Path) -> dict[str, object]:
 
 def pools_last_token(directory: Path) -> bool:
     """Whether a model directory is an embedding model of sentence-transformers, whose modules.json pools, and whose
-    embeddings are the states of the last tokens. (That of a reranker does not pool.) Raises ``ConfigError`` for a model
-    that makes embeddings in another way."""
+    embeddings are the states of the last tokens, or a GGUF file of such a model. (That of a reranker does not pool.)
+    Raises ``ConfigError`` for a model that makes embeddings in another way."""
+    if is_gguf(directory):
+        return gguf_model(directory).pools_last_token
     path = directory / "modules.json"
     if not is_file(path):
         return False

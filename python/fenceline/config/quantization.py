@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config import ConfigError
+from fenceline.config.gguf_file import is_gguf
+from fenceline.config.gguf_model import GROUP, StoredPiece, four_bit_modules, stored_pieces
 from fenceline.config.model_files import is_file, read_json_object
 
 ON_LINE = ("fp8", "int4")  # what --quantization makes of plain weights
@@ -113,6 +115,8 @@ def read_quantization(hf: Mapping[str, object], directory: Path, asked: str | No
     --quantization: a format to make on-line, or the name of the checkpoint's own. Raises ``ConfigError`` with the
     remedy for a format that cannot be served."""
     name, fields = _stated(hf, directory)
+    if asked == "gguf":
+        return _four_bits(directory)
     if name is None:
         if asked in (None, *ON_LINE):
             return None if asked is None else _on_line(str(asked))
@@ -134,6 +138,25 @@ def read_quantization(hf: Mapping[str, object], directory: Path, asked: str | No
     _check_patterns(name, plain)
     others = tuple(dataclasses.replace(other, plain=tuple(plain)) for other in config.others)
     return dataclasses.replace(config, plain=tuple(plain), has_kv_scales=_has_kv_scales(name, fields), others=others)
+
+
+def _four_bits(directory: Path) -> QuantConfig:
+    """The format of a GGUF file's matrices in Q4_0, which ``gguf_pieces`` packs as compressed-tensors does."""
+    if not is_gguf(directory):
+        raise ConfigError("--quantization gguf: the model is no GGUF file; leave it out")
+    modules = four_bit_modules(directory)
+    if not modules:
+        raise ConfigError(
+            "--quantization gguf: it keeps matrices in Q4_0 (queries, keys and values together, gate and up together,"
+            " all experts of a layer), and the file has none; leave it out, or use int4, which rounds again"
+        )
+    return QuantConfig(method="compressed-tensors", kind="int4", group_size=GROUP, only=modules)
+
+
+def gguf_pieces(path: Path, quantization: QuantConfig | None) -> dict[str, StoredPiece]:
+    """The checkpoint's tensors in the GGUF file at ``path``, for a model with ``quantization``."""
+    packed = quantization is not None and quantization.method == "compressed-tensors"
+    return stored_pieces(path, quantization.of) if quantization is not None and packed else stored_pieces(path)
 
 
 def read_mxfp4(hf: Mapping[str, object], asked: str | None) -> QuantConfig | None:

@@ -97,10 +97,10 @@ class ServerArgs:
     quantization: str | None = _model(
         None,
         "The number format of the linear layers: fp8 and int4 round plain weights while they are loaded. A quantised "
-        "checkpoint needs no flag.",
-        choices=("fp8", "int4", "compressed-tensors", "awq", "gptq"),
+        "checkpoint needs no flag; gguf keeps the matrices of a GGUF file that are in Q4_0 in four bits.",
+        choices=("fp8", "int4", "compressed-tensors", "awq", "gptq", "gguf"),
         refused=dict.fromkeys(
-            ("bitsandbytes", "gguf", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
+            ("bitsandbytes", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
              "modelopt_fp4", "w8a8_int8", "w8a8_fp8", "petit_nvfp4", "qoq", "mxfp4", "moe_wna16"),
             "use fp8 or int4, which round plain weights while they are loaded, or a checkpoint in a format of "
             "docs/use/quantization.md",

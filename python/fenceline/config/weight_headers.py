@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from fenceline.config import ConfigError
 from fenceline.config.gguf_file import is_gguf
-from fenceline.config.gguf_model import header_type, stored_pieces
+from fenceline.config.gguf_model import header_type
 from fenceline.config.model_config import ModelConfig
-from fenceline.config.quantization import ON_LINE_METHOD
+from fenceline.config.quantization import ON_LINE_METHOD, QuantConfig, gguf_pieces
 
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -52,14 +52,15 @@ class StoredTensor:
         return math.prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
 
-def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of ``files`` by name. Raises ``ConfigError``, one line with the file and the remedy, for a file that
-    is not whole or whose header cannot be true, and for a tensor that is in two of them."""
+def read_headers(files: Iterable[Path], quantization: QuantConfig | None = None) -> dict[str, StoredTensor]:
+    """All tensors of ``files`` by name, for a model with ``quantization``. Raises ``ConfigError``, one line with the
+    file and the remedy, for a file that is not whole or whose header cannot be true, and for a tensor that is in two of
+    them."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
             if is_gguf(path):
-                pieces = stored_pieces(path).items()
+                pieces = gguf_pieces(path, quantization).items()
                 found = {name: StoredTensor(header_type(piece), piece.shape, path) for name, piece in pieces}
             else:
                 with safe_open(path, framework="numpy") as file:

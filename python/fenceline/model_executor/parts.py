@@ -168,7 +168,8 @@ def _load_models(
     if args.kv_cache_dtype == "fp8_e4m3":
         context = replace(context, kv_dtype=fp8_kv_dtype(place))
     if device.kind == "cuda" and args.load_format != "dummy":
-        needed = weight_bytes(model, read_headers(weight_files(Path(model.model_path)))) // shard.size
+        stored = read_headers(weight_files(Path(model.model_path)), model.quantization)
+        needed = weight_bytes(model, stored) // shard.size
         check_fits(model, needed, device.memory_info()[0], "this GPU", ("a larger --tp-size",))
     how = args.load_format, place, context, config.random_seed, show_progress
     with announced("loading weights", has_bar=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,17 +12,19 @@ from typing import Any
 import torch
 
 from fenceline.config.gguf_file import TensorType
-from fenceline.config.gguf_model import StoredPiece, header_type, stored_pieces
+from fenceline.config.gguf_model import StoredPiece, header_type
+from fenceline.config.quantization import QuantConfig, gguf_pieces
 
 _CHUNK = 1 << 24  # so many numbers become float32 at a time
 
 
 class GGUFWeights:
     """The file at ``path`` with the methods of safetensors' ``safe_open``: names and shapes are those of the checkpoint
-    that it was made from. Quantised tensors become ``dtype`` on the default device, the others are memory-mapped."""
+    that it was made from. Quantised tensors become ``dtype`` on the default device, unless they are kept according to
+    ``quantization``; the others are memory-mapped."""
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        self._pieces = stored_pieces(path)
+    def __init__(self, path: Path, dtype: torch.dtype, quantization: QuantConfig | None = None) -> None:
+        self._pieces = gguf_pieces(path, quantization)
         self._dtype = dtype
         with path.open("rb") as file:
             # A private mapping: torch wants to be allowed to write.
@@ -40,8 +41,8 @@ class GGUFWeights:
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor in the file."""
-        piece = self._pieces[name]
-        return math.prod(piece.shape) // piece.tensor.type.numbers * piece.tensor.type.nbytes
+        tensor = self._pieces[name].tensor
+        return tensor.nbytes if self._pieces[name].expert is None else tensor.nbytes // tensor.shape[0]
 
     def get_slice(self, name: str) -> _Described:
         return _Described(self._pieces[name])
@@ -52,7 +53,12 @@ class GGUFWeights:
         begin = tensor.offset + nbytes * (piece.expert or 0)
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=nbytes, offset=begin)
         plain = _PLAIN.get(tensor.type.name)
-        values = raw.view(plain) if plain is not None else dequantised(tensor.type, raw, self._dtype)
+        if piece.part == "weight_shape":
+            return torch.tensor(tensor.shape[-2:], device="cpu")
+        if piece.part != "weight":
+            values = _kept(piece.part, raw.view(-1, tensor.type.nbytes))
+        else:
+            values = raw.view(plain) if plain is not None else dequantised(tensor.type, raw, self._dtype)
         values = values.view(shape)
         if piece.heads:  # (head, pair, first or second of the pair) → (head, first or second, pair)
             values = values.view(piece.heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
@@ -71,6 +77,18 @@ class _Described:
 
 
 _PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _kept(part: str, blocks: torch.Tensor) -> torch.Tensor:
+    """The scales of blocks in Q4_0, float32, or their numbers, words int32 with each eight, the first in the lowest
+    bits. On the CPU."""
+    if part == "weight_scale":
+        return _half(blocks, 0)
+    numbers = _split(blocks[:, 2:], 4, 16).view(-1, 8)
+    words = numbers[:, 0].int()
+    for place in range(1, 8):
+        words |= numbers[:, place].int() << 4 * place
+    return words
 
 
 def dequantised(kind: TensorType, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

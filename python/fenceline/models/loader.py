@@ -63,7 +63,7 @@ def load_model(
         if load_format == "dummy":
             _randomise(model.weight_slots(), seed)
         else:
-            model.load_weights(read_weights(files, progress, dtype=context.dtype))
+            model.load_weights(read_weights(files, progress, dtype=context.dtype, quantization=config.quantization))
     _log_loaded("weights", model.nbytes, files, begin)
     if choice := choice_by_length(config):
         logger.info("Rotary positions: %s", choice)
@@ -140,7 +140,8 @@ def _check_headers(config: ModelConfig, dtype: torch.dtype, files: Sequence[Path
     context = dataclasses.replace(torch_context(Shard(), dtype), format=config.quantization)
     with torch.device("meta"):
         model = make_model(dataclasses.replace(config, context_length=1), context)
-        model.load_weights(_read_headers(files, with_values=False), only_check=True)
+        stored = _read_headers(files, with_values=False, quantization=config.quantization)
+        model.load_weights(stored, only_check=True)
 
 
 class DraftNames:
@@ -207,7 +208,8 @@ def check_weights(model: CausalLM, weights: NewWeights) -> None:
     """Raises ``ValueError`` if ``weights`` do not fit ``model``. Reads the files' headers, and only those values that
     decide whether a format is supported or the model shares its head with the embedding."""
     files = weights.files()
-    model.load_weights(_read_headers(files), weights.partly, only_check=True)
+    stored = _read_headers(files, quantization=model.config.quantization)
+    model.load_weights(stored, weights.partly, only_check=True)
     if model.lm_head is model.embed_tokens and not model.config.embeds and _stores_another_head(files):
         raise ValueError(
             "lm_head.weight is not the embedding, which the model that is served has as its head; start a server with"
@@ -223,7 +225,8 @@ def replace_weights(model: CausalLM, weights: NewWeights, one_more: Callable[[],
     begin = time.perf_counter()
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        for named in read_weights(files, progress=False, dtype=model.context.dtype):
+        dtype, quantization = model.context.dtype, model.config.quantization
+        for named in read_weights(files, progress=False, dtype=dtype, quantization=quantization):
             one_more()
             yield named
 
@@ -272,10 +275,12 @@ def weight_names(files: Sequence[Path]) -> list[str]:
     return [name for path in files for name in _names_in(path)]
 
 
-def _opened(path: Path, dtype: torch.dtype = torch.float32) -> AbstractContextManager[Any]:
+def _opened(
+    path: Path, dtype: torch.dtype = torch.float32, quantization: QuantConfig | None = None
+) -> AbstractContextManager[Any]:
     """The file at ``path``, with the methods of safetensors. Quantised numbers of a GGUF file become ``dtype``, on the
-    default device."""
-    return GGUFWeights(path, dtype) if is_gguf(path) else safe_open(path, framework="pt", device="cpu")
+    default device, unless they are kept according to ``quantization``."""
+    return GGUFWeights(path, dtype, quantization) if is_gguf(path) else safe_open(path, framework="pt", device="cpu")
 
 
 def _names_in(path: Path) -> list[str]:
@@ -292,11 +297,13 @@ _HEADER_TYPES = {
 }  # fmt: skip
 
 
-def _read_headers(files: Sequence[Path], with_values: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_headers(
+    files: Sequence[Path], with_values: bool = True, quantization: QuantConfig | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor without values) for every tensor of ``files``. ``with_values``: the order of GPTQ's columns has
     values, and so have tensors that do not matter if they are zero."""
     for path in files:
-        with _naming(path), _opened(path) as file:
+        with _naming(path), _opened(path, quantization=quantization) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 if with_values and name.endswith((COLUMN_ORDER, *ADDED)):
                     yield name, file.get_tensor(name)
@@ -324,9 +331,10 @@ def read_weights(
     progress: bool,
     wanted: Callable[[str], bool] = lambda name: True,
     dtype: torch.dtype = torch.float32,
+    quantization: QuantConfig | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for every ``wanted`` tensor of ``files``. Tensors are memory-mapped on the CPU and valid until the
-    next one is taken; those that a GGUF file has quantised are of ``dtype`` on the default device. ``progress``
+    next one is taken; ``dtype`` and ``quantization``: see ``_opened``. ``progress``
     shows a progress bar on a terminal; otherwise the log gets a line at the beginning of a file, at most one every
     10 s."""
     total_bytes = sum(path.stat().st_size for path in files)
@@ -344,7 +352,7 @@ def read_weights(
                 said = time.perf_counter()
                 logger.info("Loading weights: file %d of %d", number, len(files))
             # safetensors ignores torch's default device, so its tensors are on the CPU.
-            with _naming(path), _opened(path, dtype) as file:
+            with _naming(path), _opened(path, dtype, quantization) as file:
                 for name in filter(wanted, file.keys()):
                     tensor = file.get_tensor(name)
                     yield name, tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -18,8 +19,8 @@ from fenceline.benchmarking.tokenizer import count_tokens, load_tokenizer
 from fenceline.config import ConfigError
 from fenceline.config.gguf_file import TENSOR_TYPES
 from fenceline.config.model_config import ModelConfig
-from fenceline.config.model_files import demo_model_path, model_directory
-from fenceline.config.weight_headers import check_headers, read_headers
+from fenceline.config.model_files import demo_model_path, model_directory, pools_last_token
+from fenceline.config.weight_headers import check_headers, read_headers, weight_bytes
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.models.gguf_weights import dequantised
 
@@ -77,6 +78,46 @@ def test_quantised_numbers_are_those_of_the_file(kind: Type, tmp_path: Path) -> 
     assert torch.equal(logits(path), logits(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}),
+        ("qwen3-moe", {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}),
+    ],
+)
+def test_matrices_in_q4_0_can_be_kept_in_four_bits(name: str, sizes: dict[str, object], tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path, sizes)
+    path = write_gguf(tmp_path / "model.gguf", tmp_path, Type.Q4_0)
+    kept, plain = PagedModel(path, 16, "cpu", quantization="gguf"), PagedModel(path, 16, "cpu")
+    assert kept.config.quantization is not None and kept.config.quantization.kind == "int4"
+    layers = [sum(slot.nbytes for name, slot in each.model.weight_slots().items() if ".layers." in name)
+              for each in (kept, plain)]  # fmt: skip
+    assert layers[0] < layers[1] / 4
+    work = [(0, PROMPT, 0, len(PROMPT))]
+    with torch.inference_mode():
+        assert torch.equal(*(each.step(work, ForwardMode.EXTEND)[0] for each in (kept, plain)))
+    tensors = read_headers([path], kept.config.quantization)
+    check_headers(kept.config, tensors)
+    assert weight_bytes(kept.config, tensors) < weight_bytes(plain.config, read_headers([path])) / 2
+
+
+def test_only_q4_0_is_kept(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})
+    with pytest.raises(ConfigError, match="--quantization gguf: it keeps matrices in Q4_0 .* and the file has none"):
+        ModelConfig.from_dir(str(write_gguf(tmp_path / "q8.gguf", tmp_path, Type.Q8_0)), quantization="gguf")
+    with pytest.raises(ConfigError, match="--quantization gguf: the model is no GGUF file; leave it out"):
+        ModelConfig.from_dir(str(tmp_path), quantization="gguf")
+    path = write_gguf(tmp_path / "mixed.gguf", tmp_path, Type.Q4_0, others={"blk.1.attn_v": Type.Q8_0})
+    config = ModelConfig.from_dir(str(path), quantization="gguf").quantization
+    assert config is not None and config.of("model.layers.0.self_attn.q_proj") is config.of(
+        "model.layers.1.mlp.up_proj"
+    )
+    assert all(config.of(f"model.layers.1.self_attn.{each}_proj") is None for each in "qkv")
+    with torch.inference_mode():
+        models = [PagedModel(path, 16, "cpu", quantization=each) for each in ("gguf", None)]
+        assert torch.equal(*(each.step([(0, PROMPT, 0, 90)], ForwardMode.EXTEND)[0] for each in models))
+
+
 @pytest.mark.parametrize("number", TENSOR_TYPES)
 def test_every_format_is_dequantised_as_by_the_package(number: int) -> None:
     kind, random = Type(number), np.random.default_rng(number)
@@ -123,6 +164,46 @@ def test_parts_and_folders_lead_to_the_file(tmp_path: Path) -> None:
         model_directory(str(parts[0]), "--model-path", None, None, weights=True)
     # Beside the checkpoint that it was made from, a file is not what a folder stands for.
     assert model_directory(str(tmp_path), "--model-path", None, None, weights=True) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda writer: writer.add_logit_scale(0.5), "qwen3.logit_scale 0.5 is not supported for this architecture"),
+        (lambda writer: writer.add_causal_attention(False), "qwen3.attention.causal False is not supported for this"),
+        (lambda writer: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "qwen3.expert_gating_func 2"),
+        (lambda writer: writer.add_logit_scale(1.0), None),
+        (lambda writer: writer.add_pooling_type(gguf.PoolingType.NONE), None),
+    ],
+)
+def test_what_would_change_a_logit_is_computed_or_refused(
+    add: Callable[[gguf.GGUFWriter], object], message: str | None, tmp_path: Path
+) -> None:
+    save_checkpoint("qwen3", tmp_path)
+    path = write_gguf(tmp_path / "model.gguf", tmp_path, metadata=add)
+    if message is None:
+        assert ModelConfig.from_dir(str(path)).architecture == "Qwen3ForCausalLM"
+    else:
+        assert message in refusal(path)
+    assert not pools_last_token(path)
+
+
+def test_an_embedding_model_is_known_by_its_pooling(tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path)
+    path = write_gguf(tmp_path / "a.gguf", tmp_path, metadata=lambda w: w.add_pooling_type(gguf.PoolingType.LAST))
+    assert pools_last_token(path)
+    path = write_gguf(tmp_path / "b.gguf", tmp_path, metadata=lambda w: w.add_pooling_type(gguf.PoolingType.MEAN))
+    with pytest.raises(
+        ConfigError, match=r"b\.gguf: qwen3\.pooling_type 1 is not supported, only embeddings of the last"
+    ):
+        pools_last_token(path)
+
+
+def test_the_first_files_linear_scaling_is_read(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    path = write_gguf(tmp_path / "a.gguf", tmp_path, metadata=lambda w: w.add_float32("llama.rope.scale_linear", 4.0))
+    scaling = ModelConfig.from_dir(str(path)).rope_scaling
+    assert scaling is not None and (scaling.rope_type, scaling.factor) == ("linear", 4.0)
 
 
 @pytest.fixture
@@ -240,7 +321,7 @@ def test_what_a_file_lacks_is_named(tmp_path: Path) -> None:
         writer.close()
         return path
 
-    assert "is of 'mamba'; of GGUF models these are read: llama, qwen2" in refusal(written("mamba"))
+    assert "its architecture is 'mamba'; of GGUF models these are read: llama, qwen2" in refusal(written("mamba"))
     assert "is a vision tower (mmproj), not a model" in refusal(written("clip"))
     assert "llama.block_count announces 64 layers, the file has 2 tensors" in refusal(
         written("llama", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
