@@ -298,6 +298,8 @@ def test_a_server_on_three_tiers(tmp_path: Path) -> None:
         assert driver.scheduler.memory.tiers.storage.stats().backend.evictions > 0
         watched.flush()
         assert media == {"GPU": set(), "CPU_PINNED": set(), "DISK": on_disk()} and on_disk()
+        watched.answer("again", [5 + 4 * token % 190 for token in range(400)])  # computed, or read and written again
+        assert media["DISK"] == on_disk()
         watched.flush(storage=True)
         watched.answer("last", list(range(5, 60)))
         assert media["DISK"] == on_disk() and len(on_disk()) == 3
