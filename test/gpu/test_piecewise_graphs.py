@@ -86,7 +86,7 @@ def test_mixed_steps_are_bit_identical_to_their_pieces(backends: str) -> None:
         pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     prefill, decode = backends.split()
     driver = make_model_driver(
-        device="cuda", dtype="bfloat16", enable_mixed_chunk=True, debug_cuda_graph=True, chunked_prefill_size=64,
+        device="cuda", dtype="bfloat16", enable_mixed_chunk=True, debug_cuda_graph=True, chunked_prefill_size=128,
         piecewise_cuda_graph_tokens=SIZES, prefill_attention_backend=prefill, decode_attention_backend=decode,
     )  # fmt: skip
     for req in (*greedy_requests(40), *[replace(req, rid=f"s{req.rid}") for req in sampled_requests()]):

@@ -200,7 +200,13 @@ _TIERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [{}, _TIERS, {"disable_overlap_schedule": True}], ids=["plain", "tiers", "in turn"])
+_PIECES: dict[str, Any] = {
+    "piecewise_cuda_graph_tokens": (8, 32), "cuda_graph_bs": (1, 4, 8), "debug_cuda_graph": True,
+    "context_length": 256, "disable_overlap_schedule": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [{}, _TIERS, _PIECES], ids=["plain", "tiers", "pieces"])
 def test_answers_are_those_of_steps_apart(flags: dict[str, Any]) -> None:
     """In float32: requests of every kind, in company, and again with prefixes, on the device or from the host."""
     apart, told, steps = _asked(**flags)
