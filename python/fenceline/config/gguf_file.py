@@ -98,8 +98,11 @@ def is_gguf(path: Path) -> bool:
         return False
     if path.suffix == ".gguf":
         return True
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def names_of_parts(name: str) -> list[str]:
