@@ -22,6 +22,7 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import demo_model_path, model_directory, pools_last_token
 from fenceline.config.weight_headers import check_headers, read_headers, weight_bytes
 from fenceline.layers.forward_batch import ForwardMode
+from fenceline.models import gguf_weights
 from fenceline.models.gguf_weights import dequantised
 
 PROMPT = torch.randint(0, 101, (90,), generator=torch.Generator().manual_seed(5))
@@ -138,7 +139,7 @@ def test_every_format_is_dequantised_as_by_the_package(number: int) -> None:
 def test_large_tensors_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(64, 96)
     raw = torch.from_numpy(gguf.quants.quantize(values.numpy(), Type.Q8_0)).flatten()
-    monkeypatch.setattr("fenceline.models.gguf_weights._CHUNK", 1000)
+    monkeypatch.setitem(gguf_weights._CHUNKS, "cpu", 1000)
     found = dequantised(TENSOR_TYPES[Type.Q8_0], raw, torch.float32)
     assert torch.equal(found.view(64, 96), quantised(values, Type.Q8_0))
 
