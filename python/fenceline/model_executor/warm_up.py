@@ -137,9 +137,10 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
         return _extend_batch((size,), prefix, config.model.vocab_size)
 
     alone = np.minimum.accumulate([seconds(prompt(size))[0] for size in sizes][::-1])[::-1].tolist()
-    prefix = min(_MIXED_PREFIX, longest - sizes[-1])
+    far = 8 * sizes[-1]  # a CPU, whose chunks are short, takes long for more
+    prefix = min(_MIXED_PREFIX, far, longest - sizes[-1])
     per_pair = (seconds(prompt(sizes[-1], prefix))[0] - alone[-1]) / (sizes[-1] * prefix) if prefix else 0.0
-    num, length = min(_MIXED_DECODES, config.max_running_requests), min(_MIXED_CONTEXT, longest)
+    num, length = min(_MIXED_DECODES, config.max_running_requests), min(_MIXED_CONTEXT, far, longest)
     reqs = _MeasuredRequests(rows, pages, config.server_args.page_size, length, num, config.model.context_length)
     for first in reqs.prompts(config):
         _launched(launch, first).wait()
