@@ -34,10 +34,10 @@ def use(gpu: VirtualGpu) -> torch.device:
 
 def install() -> torch.device:
     arange = torch.ops.aten.arange
-    factories = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
-    factories |= {"arange": _from_cpu(arange.default), "arange.start": _from_cpu(arange.start)}
-    factories["arange.start_step"] = _from_cpu(arange.start_step)
-    return backend.install(factories, {"scaled_dot_product_attention": _attention})
+    made: dict[str, Any] = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
+    made |= {"arange": _from_cpu(arange.default), "arange.start": _from_cpu(arange.start)}
+    made["arange.start_step"] = _from_cpu(arange.start_step)
+    return backend.install(made, {"scaled_dot_product_attention": _attention})
 
 
 def _empty(size: list[int], dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:

@@ -48,10 +48,9 @@ def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "kimi-linear"])
-def test_ranks_with_experts_of_their_own_answer_as_one(name: str, tmp_path: Path) -> None:
-    """And with latents, which all ranks have; the second one with states, which they divide."""
-    save_checkpoint(name, tmp_path)
+def test_ranks_with_experts_of_their_own_answer_as_one(tmp_path: Path) -> None:
+    """And with latents, which all ranks have, and states, which they divide."""
+    save_checkpoint("kimi-linear", tmp_path)
     flags: dict[str, object] = {"model_path": str(tmp_path), "max_total_tokens": 1024}
     prompts = [[(7 * i + j) % 50 for j in range(70)] for i in range(6)]
     params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -86,9 +85,9 @@ def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
 def test_ranks_that_speculate_replay_graphs_of_both_kinds() -> None:
     """With the demo model's EAGLE-3 head, and a constrained answer beside the others. Every rank captures and registers
     the same sizes; prompts and batches around them, one after the other and at once (F11)."""
-    graphs = ("--cuda-graph-bs", "1", "2", "4", "--piecewise-cuda-graph-tokens", "16", "64", "128")
+    graphs = ("--cuda-graph-bs", "1", "4", "--piecewise-cuda-graph-tokens", "16", "64")
     graphs += ("--dtype", "float32", "--speculative-algorithm", "EAGLE3", "--max-running-requests", "4")
-    prompts = [[5 + (7 * i + j) % 900 for j in range(n)] for i, n in enumerate((16, 17, 63, 65, 128))]
+    prompts = [[5 + (7 * i + j) % 900 for j in range(n)] for i, n in enumerate((16, 17, 63, 64))]
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **PARAMS[i % len(PARAMS)])  # type: ignore[arg-type]
         for i, ids in enumerate(prompts)
@@ -96,7 +95,7 @@ def test_ranks_that_speculate_replay_graphs_of_both_kinds() -> None:
     expected = answers(make_model_driver(), reqs)
     bodies = [generate_body(ids, PARAMS[i % len(PARAMS)]) for i, ids in enumerate(prompts)]
     counting = {"text": "1, 2, 3, 4, 5, 6, 7, 8,", "sampling_params": {"regex": "( [0-9]{1,2},){4}"}}
-    with LiveServer.real("--model-path", "demo", *RANKS, *graphs, "--chunked-prefill-size", "128") as server:
+    with LiveServer.real("--model-path", "demo", *RANKS, *graphs, "--chunked-prefill-size", "64") as server:
         server.wait_ready()
         with server.client() as client:
             assert [client.post("/generate", json=body).json()["output_ids"] for body in bodies] == expected
@@ -119,9 +118,9 @@ def test_answers_of_ranks_stay_while_pages_move_between_tiers(tmp_path: Path) ->
     shared = [random.randrange(5, 1000) for _ in range(150)]
     prompts = [
         shared[: random.randrange(150)] + [random.randrange(5, 1000) for _ in range(random.randrange(20, 150))]
-        for _ in range(12)
+        for _ in range(9)
     ]
-    prompts += [[random.randrange(5, 1000) for _ in range(320)] for _ in range(4)]  # storage reads 256 tokens or none
+    prompts += [[random.randrange(5, 1000) for _ in range(320)] for _ in range(2)]  # storage reads 256 tokens or none
     params = [{**PARAMS[i % len(PARAMS)]} for i in range(len(prompts))]
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **one)  # type: ignore[arg-type]
@@ -181,7 +180,6 @@ def test_constrained_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
     pattern = r'\{"sum": [0-9]{2,4}, "words": \[("[a-z]{3,8}", ){2}"[a-z]{3,8}"\]\}'
     each: tuple[dict[str, object], ...] = (
         {"temperature": 0},
-        {"temperature": 0.9, "seed": 5},
         {"temperature": 1.1, "seed": 6, "top_p": 0.9},
         {"temperature": 0.8, "seed": 7, "logprobs": 1},
     )

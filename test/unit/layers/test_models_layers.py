@@ -175,8 +175,12 @@ def run_steps(model: PagedModel) -> list[torch.Tensor]:
 FOURFOLD: dict[str, object] = {"num_attention_heads": 8, "intermediate_size": 72, "head_dim": 12}
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "llama-" not in name] + ["llama-tied-biased"])
-@pytest.mark.parametrize("size", [2, 4])
+# On four ranks one of each family.
+RANKS = [*((name, 2) for name in CHECKPOINTS if "llama-" not in name), ("llama-tied-biased", 2)]
+RANKS += [(name, 4) for name in {family: name for name, (family, _) in CHECKPOINTS.items()}.values()]
+
+
+@pytest.mark.parametrize(("name", "size"), RANKS)
 def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Path) -> None:
     others = FOURFOLD if size == 4 else {}
     if CHECKPOINTS[name][1].get("num_key_value_heads") == SIZES["num_attention_heads"]:

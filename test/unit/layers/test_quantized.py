@@ -109,9 +109,9 @@ KIMI = {
 # Of each arrangement of numbers, scales and zeros one: for families whose matrices lie as those of another one.
 ARRANGEMENTS = ("fp8-tensor", "fp8-static", "fp8-blocks", "compressed-tensors-channel", "w8a8", "awq", "gptq")
 OTHERS = [
-    *((family, name) for family in ("deepseek-v2", "phi3", "qwen3-moe") for name in FORMATS),
-    *(("deepseek-v3.2", name) for name in FP8_FORMATS),
-    *((family, name) for family in ("glm4", "mixtral") for name in ARRANGEMENTS),
+    *(("qwen3-moe", name) for name in FORMATS),
+    *((family, name) for family in ("deepseek-v2", "phi3", "glm4", "mixtral") for name in ARRANGEMENTS),
+    *(("deepseek-v3.2", name) for name in ARRANGEMENTS[:4]),
     *(("glm-5", name) for name in ARRANGEMENTS[:4]),
     *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
     ("glm4-moe", "compressed-tensors-channel"),

@@ -166,7 +166,7 @@ def test_a_body_that_has_run_waits_for_one_of_each_newcomer(num_bodies: int) -> 
 
 
 @pytest.mark.long
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=6),
     num_rows=st.sampled_from([2, 3, 8, 64]),

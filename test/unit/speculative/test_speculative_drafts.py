@@ -89,8 +89,10 @@ def reference_logits(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("page_size", "depth_seed"), [(16, None), (1, 5)])
-@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (NEXTN, "mtp")])
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "page_size", "depth_seed"),
+    [(EAGLE, "eagle", 16, None), (EAGLE3, "eagle3", 1, 5), (NEXTN, None, 16, None), (NEXTN, "mtp", 1, 5)],
+)
 def test_draft_logits_equal_the_reference(
     models: dict[str, Path],
     algorithm: SpeculativeAlgorithm,

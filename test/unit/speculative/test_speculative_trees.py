@@ -216,8 +216,9 @@ def test_everything_that_a_request_may_ask_for(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("retract_policy", ["recompute", "offload"])
-@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "retract_policy"), [(EAGLE, "eagle", "recompute"), (STANDALONE, "near", "offload")]
+)
 def test_too_little_memory(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, retract_policy: str
 ) -> None:
