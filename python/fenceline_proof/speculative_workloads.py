@@ -152,8 +152,8 @@ def _speculation_trees(random: Random) -> Scenario:
     small, so that a tree needs some of its own, and there are few of them."""
     scenario = _speculation(random)
     draft = random.choice(("NEAR", "ITSELF", "NEAR", "NEXTN", "EAGLE3"))
-    flags = {name: value for name, value in scenario.flags.items() if name != "depth_seed"}
-    return replace(scenario, flags=flags | _tree_flags(random, draft) | {"page_size": 2})
+    flags = {**without_drafts(scenario.flags), **_tree_flags(random, draft), "page_size": 2}
+    return replace(scenario, flags=flags)
 
 
 def _speculation_tiers(random: Random) -> Scenario:

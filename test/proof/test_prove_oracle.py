@@ -346,9 +346,9 @@ def _chunks_that_add_up(patch: pytest.MonkeyPatch) -> None:
     """Each prompt of a step takes as much as the whole step may."""
     right = PrefillPlanner._add_chunk
 
-    def wrong(self: PrefillPlanner, plan: Any, req: Req, budget: Any) -> None:
+    def wrong(self: PrefillPlanner, plan: Any, req: Req, budget: Any, *known: Any) -> None:
         before = budget.step_tokens
-        right(self, plan, req, budget)
+        right(self, plan, req, budget, *known)
         budget.step_tokens = before
 
     patch.setattr(PrefillPlanner, "_add_chunk", wrong)

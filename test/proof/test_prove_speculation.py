@@ -18,7 +18,7 @@ from fenceline.layers.attention import reference
 from fenceline.layers.attention.reference import ReferenceAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, QueryTree, VerifyInputs
 from fenceline.mem_cache import hicache
-from fenceline.mem_cache.tree import hiradix_cache
+from fenceline.mem_cache.tree import radix_cache
 from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor.drafts import HiddenDraft, LayerDraft, WholeDraft
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
@@ -268,12 +268,12 @@ def _found_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
 
 def _named_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """The same in storage alone."""
-    right = hiradix_cache.page_keys
+    right = radix_cache.page_keys
 
     def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int, images: Any) -> list[bytes]:
         return right(parent, tokens[: len(tokens) - lookahead], page_size, images=images)
 
-    patch.setattr(hiradix_cache, "page_keys", wrong)
+    patch.setattr(radix_cache, "page_keys", wrong)
     patch.setattr(hicache, "page_keys", wrong)
 
 

@@ -24,7 +24,7 @@ from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.page_hash import PageFingerprint
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.worker import Prefetch
-from fenceline.mem_cache.tree import hiradix_cache
+from fenceline.mem_cache.tree import hiradix_cache, radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import RadixCache
 from fenceline.memory_order import Points
@@ -247,8 +247,8 @@ def _a_page_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
     """A request's last page is retired before the step that the request is admitted to."""
     right = PrefillPlanner._add_chunk
 
-    def wrong(self: PrefillPlanner, plan: Any, req: Any, budget: Any) -> None:
-        right(self, plan, req, budget)
+    def wrong(self: PrefillPlanner, plan: Any, req: Any, budget: Any, *known: Any) -> None:
+        right(self, plan, req, budget, *known)
         self._memory.pages.retire(np.array(req.pages[-1:], np.int32), plan.after)
 
     patch.setattr(PrefillPlanner, "_add_chunk", wrong)
@@ -334,13 +334,13 @@ def _a_token_sampled_for_the_next_row(patch: pytest.MonkeyPatch) -> None:
 
 def _a_key_without_the_pages_before(patch: pytest.MonkeyPatch) -> None:
     """A page's name in storage says what its own tokens are, and not what comes before them."""
-    right = hiradix_cache.page_keys
+    right = radix_cache.page_keys
 
     def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int, images: Any) -> list[bytes]:
         pages = [tokens[first : first + page_size] for first in range(0, len(tokens), page_size)]
         return [key for page in pages for key in right(bytes(32), page, page_size)]
 
-    patch.setattr(hiradix_cache, "page_keys", wrong)
+    patch.setattr(radix_cache, "page_keys", wrong)
 
 
 def _no_attention_in_a_step_without_graphs(patch: pytest.MonkeyPatch) -> None:

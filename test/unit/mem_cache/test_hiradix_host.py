@@ -10,7 +10,7 @@ import pytest
 from hicache_tiers import PAGE, Tiers, after_of, prompt
 
 from fenceline.mem_cache.page_hash import PageFingerprint, page_keys
-from fenceline.mem_cache.tree import hiradix_cache
+from fenceline.mem_cache.tree import radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
@@ -147,7 +147,7 @@ def test_keys_name_whole_prefixes_and_a_split_divides_them(monkeypatch: pytest.M
         assert tiers.tree.keys(node) == expected[:3]
         assert tiers.tree.keys(tiers.add(1, 2, 3, 4, extra_key=space).node) == expected[3:]
         with monkeypatch.context() as patch:
-            patch.delattr(hiradix_cache, "page_keys")  # nothing is hashed twice
+            patch.delattr(radix_cache, "page_keys")  # nothing is hashed twice
             upper = tiers.match(1, extra_key=space).node
             assert (tiers.tree.keys(upper), tiers.tree.keys(node)) == (expected[:1], expected[1:3])
     tiers.back_up(node)
