@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen2Moe": "qwen2moe",
     "Qwen3": "qwen3", "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3",
     "Olmo2": "olmo2", "Olmo3": "olmo2", "Exaone4": "exaone4", "Granite": "granite", "SmolLM3": "smollm3",
+    "Ernie4_5": "ernie4_5", "Ernie4_5_Moe": "ernie4_5-moe", "MiniMaxM2": "minimax-m2",
     "Glm4": "glm4", "Glm4Moe": "glm4moe", "SeedOss": "seed_oss",
 }  # fmt: skip
 _PERMUTED = ("llama", "granite", "smollm3")
@@ -76,7 +77,8 @@ def _describe(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) ->
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(_num_blocks(config))
+    writer.add_nextn_predict_layers(_num_blocks(config) - config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -117,6 +119,11 @@ def _describe(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) ->
         "n_shared_experts": writer.add_expert_shared_count,
         "first_k_dense_replace": writer.add_leading_dense_block_count,
         "routed_scaling_factor": writer.add_expert_weights_scale,
+        "moe_num_experts": writer.add_expert_count,
+        "moe_k": writer.add_expert_used_count,
+        "moe_num_shared_experts": writer.add_expert_shared_count,
+        "moe_layer_interval": writer.add_interleave_moe_layer_step,
+        "moe_layer_start_index": writer.add_leading_dense_block_count,
     }
     written = set()
     for key, add in adders.items():
@@ -128,10 +135,15 @@ def _describe(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) ->
         writer.add_expert_weights_norm(True)
 
 
+def _num_blocks(config: transformers.PreTrainedConfig) -> int:
+    """Layers, and those behind them that predict further tokens."""
+    return config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+
+
 def _tensors(config: transformers.PreTrainedConfig, directory: Path, arch: str) -> dict[str, torch.Tensor]:
     """The tensors in ``directory`` as llama.cpp names and reorders them."""
     number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(number, _num_blocks(config))
     stored: dict[str, torch.Tensor] = {}
     experts: dict[str, list[torch.Tensor]] = {}
     files = map(load_file, sorted(directory.glob("*.safetensors")))

@@ -456,6 +456,24 @@ def _glm4_moe(model: GGUFModel) -> Entries:
     }
 
 
+def _ernie(model: GGUFModel) -> Entries:
+    return {"use_bias": "blk.0.attn_q.bias" in model.tensors}
+
+
+def _ernie_moe(model: GGUFModel) -> Entries:
+    layer, size = _first_expert_layer(model), _expert_size(model)
+    shared = model.tensors.get(f"blk.{layer}.ffn_up_shexp.weight")
+    return {
+        **_ernie(model),
+        "moe_num_experts": model.count("expert_count"),
+        "moe_k": model.count("expert_used_count"),
+        "moe_intermediate_size": size,
+        "moe_num_shared_experts": 0 if shared is None else shared.shape[0] // max(size, 1),
+        "moe_layer_start_index": model.count("leading_dense_block_count", layer),
+        "moe_layer_interval": model.count("interleave_moe_layer_step", 1),
+    }
+
+
 def _seed_oss(model: GGUFModel) -> Entries:
     return {"attention_out_bias": "blk.0.attn_output.bias" in model.tensors}
 
@@ -464,17 +482,15 @@ _SHARED_EXPERT = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-_MIXTRAL = _Family(
-    architecture="MixtralForCausalLM",
-    permuted=True,
-    more=_mixtral,
-    names={
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    },
-)
+_SPARSE = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+}
+_SIGMOID: Mapping[str, tuple[object, ...]] = {"expert_gating_func": (0, 2)}
+_MIXTRAL = _Family(architecture="MixtralForCausalLM", names=_SPARSE, permuted=True, more=_mixtral)
 _OLMO_3 = _Family(architecture="Olmo3ForCausalLM", names=_AFTER, more=_window_by_layer)
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 # By the architecture's name in llama.cpp.
@@ -497,6 +513,15 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "phi3": _Family(architecture="Phi3ForCausalLM", names=_FUSED_MLP, more=_window),
         "olmo2": _Family(architecture="Olmo2ForCausalLM", names=_AFTER),
         "exaone4": _Family(architecture="Exaone4ForCausalLM", names=_AFTER, more=_window_by_layer),
+        "ernie4_5": _Family(architecture="Ernie4_5ForCausalLM", more=_ernie),
+        "ernie4_5-moe": _Family(
+            architecture="Ernie4_5_MoeForCausalLM",
+            names={"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+            more=_ernie_moe,
+        ),
+        "minimax-m2": _Family(
+            architecture="MiniMaxM2ForCausalLM", names=_SPARSE, computed=_SIGMOID, more=_mixtral
+        ),
         "granite": _Family(architecture="GraniteForCausalLM", permuted=True, more=_granite),
         "smollm3": _Family(architecture="SmolLM3ForCausalLM", permuted=True),
         "glm4": _Family(
@@ -510,7 +535,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "glm4moe": _Family(
             architecture="Glm4MoeForCausalLM",
             names={"post_attention_norm": "post_attention_layernorm"},
-            computed={"expert_gating_func": (0, 2)},  # sigmoid
+            computed=_SIGMOID,
             more=_glm4_moe,
         ),
         "seed_oss": _Family(

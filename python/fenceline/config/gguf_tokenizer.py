@@ -22,7 +22,7 @@ _BLANK = "\u2581"  # sentencepiece's for a space
 _STOPS = frozenset(
     (
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>",
-        "<|end_of_text|>", "<eos>", "[EOS]", "[EOT]",
+        "<|end_of_text|>", "<eos>", "[EOS]", "[EOT]", "[e~[",
     )
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ _PATTERNS: Mapping[str, str | None] = {
     **dict.fromkeys(("gpt-2", "olmo", "exaone4", "phi-2", "mellum"), None),
     "seed-coder": _SEED,
     "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT_4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT_4O),
 }
 # Texts that are a token are not taken apart, and begin with a BOS unless the file says otherwise.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")

@@ -11,8 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from draft_checkpoints import save_appended_mtp
 from gguf_files import Type, quantised, round_checkpoint, tokenizer_metadata, write_gguf
 from model_parity import PagedModel, reference_logits, save_checkpoint
+from safetensors.torch import load_file
 
 import fenceline
 from fenceline.benchmarking.tokenizer import count_tokens, load_tokenizer
@@ -23,7 +25,7 @@ from fenceline.config.model_files import demo_model_path, model_directory, pools
 from fenceline.config.weight_headers import check_headers, read_headers, weight_bytes
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.models import gguf_weights
-from fenceline.models.gguf_weights import dequantised
+from fenceline.models.gguf_weights import GGUFWeights, dequantised
 
 PROMPT = torch.randint(0, 101, (90,), generator=torch.Generator().manual_seed(5))
 _ONE_THETA = {
@@ -50,6 +52,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "seed-oss": {},
     "exaone4": {},
     "exaone4-no-windows": {},
+    "ernie4.5": {},
+    "ernie4.5-moe": {},
+    "minimax-m2": {},
     "smollm3": {},
     "olmo2": {},
     "olmo3": {"rope_parameters": _ONE_THETA},
@@ -69,6 +74,16 @@ def test_a_file_of_each_family_has_the_logits_of_transformers(name: str, tmp_pat
     reference = save_checkpoint(name, tmp_path, FAMILIES[name])
     path = write_gguf(tmp_path / "model.gguf", tmp_path)
     torch.testing.assert_close(logits(path), reference_logits(reference, [PROMPT])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_predict_further_tokens_come_with_a_file(tmp_path: Path) -> None:
+    save_appended_mtp("glm4-moe", tmp_path, {"n_group": 1, "topk_group": 1})
+    path = write_gguf(tmp_path / "model.gguf", tmp_path)
+    ours, theirs = (ModelConfig.from_dir(str(each)) for each in (path, tmp_path))
+    assert (ours.num_mtp_layers, ours.num_layers, ours.experts) == (1, theirs.num_layers, theirs.experts)
+    stored, tensors = GGUFWeights(path, torch.float32), load_file(tmp_path / "model.safetensors")
+    assert set(stored.keys()) == set(tensors)
+    assert all(torch.equal(stored.get_tensor(name), tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1])
