@@ -71,8 +71,8 @@ def _from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) 
             break
     if not requests:
         raise ValueError(
-            f"{args.dataset_path} holds no usable record: each needs 'conversations' with a question and an answer, "
-            "or 'prompt' (text or token ids)"
+            f"{args.dataset_path} holds no usable record: each needs 'conversations' or 'messages' with a question and "
+            "an answer, or 'prompt' (text or token ids)"
         )
     return requests
 
@@ -85,7 +85,8 @@ def read_records(path: str) -> list[dict[str, Any]]:
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Not splitlines(): a text in JSON may contain what else ends a line in Unicode.
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"--dataset-path {path}: {error}") from error
     if not all(isinstance(record, dict) for record in records):
@@ -97,7 +98,8 @@ def _turns(record: dict[str, Any], args: BenchArgs, tokenizer: Tokenizer, max_tu
     """At most ``max_turns`` user turns of the record; fewer, or none, if it is shorter or malformed."""
     if "prompt" in record or "text" in record or "input_ids" in record:
         return _prompt_turn(record, args, tokenizer)
-    pairs = _question_answer_pairs(record.get("conversations", record.get("conversation", [])))
+    messages = (record[key] for key in ("conversations", "conversation", "messages") if key in record)
+    pairs = _question_answer_pairs(next(messages, []))
     turns = []
     for question, answer in pairs[:max_turns]:
         text = question + args.prompt_suffix

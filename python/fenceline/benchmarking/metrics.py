@@ -132,8 +132,10 @@ def calculate_metrics(
 
 
 def is_good(reply: Reply, limits: Mapping[str, float]) -> bool:
-    """Whether a successful request met all ``limits``: milliseconds by the names ttft, tpot and e2el."""
-    times = {"ttft": reply.ttft, "tpot": reply.tpot, "e2el": reply.latency}
+    """Whether a successful request met all ``limits``: milliseconds by the names ttft, tpot and e2el. A reply without
+    tokens, as of embeddings, has begun when it ends."""
+    first = reply.ttft if reply.output_len else reply.latency
+    times = {"ttft": first, "tpot": reply.tpot, "e2el": reply.latency}
     return all(times[name] * 1000.0 <= limit for name, limit in limits.items())
 
 

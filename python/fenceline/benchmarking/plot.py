@@ -49,26 +49,32 @@ def charts(load: LoadResult, trials: Sequence[Trial] = ()) -> list[Chart]:
     starts = np.sort([reply.start_time - load.start_time for reply in good])
     ends = np.sort([reply.start_time + reply.latency - load.start_time for reply in good])
     in_flight = np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "right")
+    has_tokens = any(reply.output_len for reply in good)
+    name = "Time to first token" if has_tokens else "Latency"
+    first = [reply.ttft if has_tokens else reply.latency for reply in good]
     found = [
-        Chart("Output tokens a second", "s", "tokens/s", (Series("", edges[:-1], tokens),)),
         Chart("Requests in flight", "s", "requests", (Series("", edges, in_flight),)),
-        Chart("Time to first token by share of requests", "%", "ms", (_shares("TTFT", [r.ttft for r in good]),)),
+        Chart(f"{name} by share of requests", "%", "ms", (_shares("", first),)),
         Chart(
-            "Times between tokens by share",
-            *("%", "ms"),
-            (
-                _shares("TPOT of requests", [r.tpot for r in good if r.output_len > 1]),
-                _shares("ITL of tokens", [gap for r in good for gap in r.itl]),
-                _shares("longest gap of requests", [r.longest_gap for r in good if r.itl]),
-            ),
-        ),
-        Chart(
-            "Time to first token by time of sending",
+            f"{name} by time of sending",
             *("s", "ms"),
-            (Series("", [r.start_time - load.start_time for r in good], [1000 * r.ttft for r in good]),),
+            (Series("", [r.start_time - load.start_time for r in good], [1000 * time for time in first]),),
             "dots",
         ),
     ]
+    if has_tokens:
+        found.insert(0, Chart("Output tokens a second", "s", "tokens/s", (Series("", edges[:-1], tokens),)))
+        found.append(
+            Chart(
+                "Times between tokens by share",
+                *("%", "ms"),
+                (
+                    _shares("TPOT of requests", [r.tpot for r in good if r.output_len > 1]),
+                    _shares("ITL of tokens", [gap for r in good for gap in r.itl]),
+                    _shares("longest gap of requests", [r.longest_gap for r in good if r.itl]),
+                ),
+            )
+        )
     rated = sorted((t for t in trials if t.request_rate < math.inf), key=lambda t: t.request_rate)
     if rated:
         rates = [t.request_rate for t in rated]

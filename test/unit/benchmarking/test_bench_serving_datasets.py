@@ -223,11 +223,12 @@ def test_custom_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(
         '{"prompt": "tell me more", "output_len": 5}\n\n{"input_ids": [4, 5, 6]}\n'
-        '{"conversations": [{"role": "user", "content": "so it is?"}, {"role": "assistant", "content": "yes it is"}]}\n'
+        '{"messages": [{"role": "user", "content": "so it\u2028is?"}, {"role": "assistant", "content": "yes it"}]}\n',
+        encoding="utf-8",
     )
     args = bench(dataset_name="custom", dataset_path=str(path))
     turns = {str(r.turns[0].content): r.turns[0] for r in build_requests(args, PieceTokenizer())}
-    assert set(turns) == {"tell me more", "[4, 5, 6]", "so it is?"}
+    assert set(turns) == {"tell me more", "[4, 5, 6]", "so it\u2028is?"}
     assert turns["tell me more"].output_len == 5
     assert (turns["[4, 5, 6]"].prompt_len, turns["[4, 5, 6]"].output_len) == (3, 256)
 

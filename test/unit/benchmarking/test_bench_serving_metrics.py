@@ -15,7 +15,14 @@ from fenceline.benchmarking.client import Client, NativeRecorder, OpenAIRecorder
 from fenceline.benchmarking.determinism import compare
 from fenceline.benchmarking.goodput import Trial, best_of, find_max_goodput
 from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, Ramp, arrival_times, run_load
-from fenceline.benchmarking.metrics import Summary, calculate_metrics, peak_concurrency, peak_token_rate, token_times
+from fenceline.benchmarking.metrics import (
+    Summary,
+    calculate_metrics,
+    is_good,
+    peak_concurrency,
+    peak_token_rate,
+    token_times,
+)
 from fenceline.benchmarking.records import BenchRequest, Call, Reply, RequestOutput, Turn
 
 GAPS = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 5.0)), min_size=1, max_size=30)
@@ -217,6 +224,7 @@ def test_goodput_counts_who_met_every_limit_of_all_that_were_sent() -> None:
 
     assert good(ttft=500.0, tpot=26.0) == 2  # a limit may be reached, and one token has no TPOT to miss
     assert (good(ttft=600.0), good(tpot=26.0), good(e2el=400.0), good(e2el=1.0)) == (4, 3, 2, 0)
+    assert not is_good(Reply(True, latency=0.6), {"ttft": 500.0})  # no token came in time
     metrics = calculate_metrics(result, None, {"ttft": 500.0})
     assert (metrics.request_goodput, metrics.good_fraction) == (3 / 4.0, 3 / 5)
 

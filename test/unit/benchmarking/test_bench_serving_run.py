@@ -217,12 +217,14 @@ def test_without_streaming_ttft_is_the_latency(bench: Callable[..., dict[str, An
 
 @pytest.mark.parametrize("backend", ["fenceline-embedding", "openai-embeddings"])
 def test_embeddings_are_counted_by_their_inputs(
-    bench: Callable[..., dict[str, Any]], server: FakeServer, backend: str
+    bench: Callable[..., dict[str, Any]], server: FakeServer, backend: str, tmp_path: Path
 ) -> None:
-    result = bench(backend=backend, dataset_name="random-ids", vocab_size=500, extra_request_body='{"dimensions": 2}')
+    sent = {"dataset_name": "random-ids", "vocab_size": 500, "extra_request_body": '{"dimensions": 2}'}
+    result = bench(backend=backend, goodput=("ttft:60000",), plot=str(tmp_path / "run.html"), **sent)
     assert (result["completed"], result["failed"]) == (5, 0), result["errors"]
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (5 * 20, 0)
-    assert result["request_throughput"] > 0 < result["mean_e2e_latency_ms"]
+    assert result["request_goodput"] == result["request_throughput"] > 0 < result["mean_e2e_latency_ms"]
+    assert re.findall("<figcaption>(.*?)</", (tmp_path / "run.html").read_text())[1] == "Latency by share of requests"
     for body in server.bodies:
         assert body.keys() == {"model", "input", "dimensions"} and len(body["input"]) == 20
     with pytest.raises(ValueError, match="answers with numbers"):
