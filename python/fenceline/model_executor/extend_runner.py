@@ -140,7 +140,10 @@ class ExtendRunner:
             prompts = _score_prompts(batch, views, whole, fixed_order)
         if not num_sampled or values is None:  # nobody reads the tokens of requests that embed
             tokens = torch.zeros(num_sampled, dtype=torch.int64, device=self._parts.device.torch_device)
-            return Logits(tokens=tokens, prompt_logprobs=prompts, extended=extended, embeddings=embeddings)
+            sampling = SamplingBatch.from_views(batch.sampling, views)  # a draft draws after them
+            return Logits(
+                tokens=tokens, sampling=sampling, prompt_logprobs=prompts, extended=extended, embeddings=embeddings
+            )
         return Logits(
             values=values[:num_sampled],
             positions=views["sample_positions"],
