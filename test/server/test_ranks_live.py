@@ -118,9 +118,9 @@ def test_answers_of_ranks_stay_while_pages_move_between_tiers(tmp_path: Path) ->
     shared = [random.randrange(5, 1000) for _ in range(150)]
     prompts = [
         shared[: random.randrange(150)] + [random.randrange(5, 1000) for _ in range(random.randrange(20, 150))]
-        for _ in range(9)
+        for _ in range(12)
     ]
-    prompts += [[random.randrange(5, 1000) for _ in range(320)] for _ in range(2)]  # storage reads 256 tokens or none
+    prompts += [[random.randrange(5, 1000) for _ in range(320)] for _ in range(4)]  # storage reads 256 tokens or none
     params = [{**PARAMS[i % len(PARAMS)]} for i in range(len(prompts))]
     reqs = [
         request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **one)  # type: ignore[arg-type]
