@@ -33,6 +33,7 @@ _MAX_TOTAL_TOKENS |= {"qwen2.5-7b": 300_000, "qwen2.5-vl-7b": 300_000}  # two of
 HEADER = "| shape | load | tok/s before | after | ratio "
 HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio "
 HEADER += "| ITL p99 ms before | after | ratio | longest gap ms before | after | ratio |"
+GOODPUT_HEADER = " goodput requests/s before | after | ratio |"
 
 
 def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
@@ -65,14 +66,17 @@ def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[s
 
 
 def table_row(shape: str, key: str, runs: dict[str, list[Row]]) -> str:
-    """One row of the table: medians over the runs that did not fail."""
+    """One row of the table: medians over the runs that did not fail. With --goodput it has three cells more."""
     cells = []
-    for name, digits in (("output_tok_s", 0), ("ttft_ms", 1), ("tpot_ms", 3), ("itl_p99_ms", 2), ("gap_ms", 2)):
+    columns = {"output_tok_s": 0, "ttft_ms": 1, "tpot_ms": 3, "itl_p99_ms": 2, "gap_ms": 2}
+    if any(row.figures and row.figures.goodput_s is not None for side in SIDES for row in runs[side]):
+        columns["goodput_s"] = 2
+    for name, digits in columns.items():
         values = [[getattr(row.figures, name) for row in runs[side] if row.figures] for side in SIDES]
         if not all(values):
             return f"| {shape} | {ALL_LOADS[key]} | failed |"
         before, after = (median(side) for side in values)
-        cells += [f"{before:,.{digits}f}", f"{after:,.{digits}f}", f"{after / before:.3f}"]
+        cells += [f"{before:,.{digits}f}", f"{after:,.{digits}f}", f"{after / before:.3f}" if before else ""]
     return f"| {shape} | {ALL_LOADS[key]} | {' | '.join(cells)} |"
 
 
@@ -90,6 +94,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first round's load; the next ones count on")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one load may take")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
+    parser.add_argument(
+        "--goodput", nargs="+", default=[], help="search the highest rate within limits, as run.py does"
+    )
     args = parser.parse_args(argv)
     args.out = args.out or Path(tempfile.mkdtemp(prefix="fenceline-compare-"))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -106,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         table += [table_row(shape, key, rows[key]) for key in keys]
         runs += [{"side": side} | asdict(row) for sides in rows.values() for side in SIDES for row in sides[side]]
         (args.out / "result.json").write_text(json.dumps(runs, indent=1) + "\n")
-    print("", HEADER, "|---" * 17 + "|", *table, "", f"logs and figures: {args.out}", sep="\n")
+    header = HEADER + (GOODPUT_HEADER if args.goodput else "")
+    print("", header, "|---" * (header.count("|") - 1) + "|", *table, "", f"logs and figures: {args.out}", sep="\n")
     return 1 if any(run["error"] for run in runs) else 0
 
 

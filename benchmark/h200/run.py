@@ -4,6 +4,7 @@
     python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
     python benchmark/h200/run.py --shape 8b --load stalls-64 stalls-128 stalls-16 \
         --server-args "--enable-mixed-chunk --max-inter-token-ms 30"    # and without: who decodes while prompts come
+    python benchmark/h200/run.py --shape 8b --load stalls-64 --goodput ttft:500 tpot:25 --timeout 900
     python benchmark/h200/run.py --shape qwen2.5-vl-7b             # with images: each new, or seen before
     python benchmark/h200/run.py --shape tiny --quick              # on any machine: whether it works at all
 
@@ -76,7 +77,8 @@ _IMAGE_FLAGS = ["--backend", "fenceline-oai-chat", "--dataset-name", "image", "-
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Output tokens and requests per second over the run; means over requests, in milliseconds; the 99th percentile of
-    all gaps between tokens, and the median of the requests' longest gaps."""
+    all gaps between tokens, and the median of the requests' longest gaps. With --goodput they are those of the highest
+    rate at which 99 % of the requests meet the limits, and ``goodput_s`` is how many do per second."""
 
     output_tok_s: float
     ttft_ms: float
@@ -84,6 +86,7 @@ class Figures:
     requests_s: float | None = None
     itl_p99_ms: float | None = None
     gap_ms: float | None = None
+    goodput_s: float | None = None
 
 
 LOADS = {"1": Load(1024, 256, 1, 12), "32": Load(128, 512, 32, 96), "256": Load(1024, 256, 256, 512)}
@@ -174,15 +177,21 @@ def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace)
         prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS)
         warmup = replace(load, output_len=_WARMUP_OUTPUT_LEN, num_prompts=prompts)
         bench(server, warmup, vocab, args.out, f"{name}-warmup", args.seed + 1000, args.timeout)
-        result = bench(server, load, vocab, args.out, name, args.seed, args.timeout)
+        extra: list[str] = []
+        if args.goodput:  # requests arrive when they do, however many there are
+            extra = ["--goodput", *args.goodput, "--find-max-goodput", "--max-concurrency", str(load.num_prompts)]
+        result = bench(server, load, vocab, args.out, name, args.seed, args.timeout, extra)
     except RuntimeError as error:
         server.raise_if_dead(_DYING_S)
         return Row(shape, key, str(load), None, error=str(error))
     if result["failed"]:
         server.raise_if_dead(_DYING_S)
     values = [float(str(result[k])) for k in _FIGURES]
+    goodput = None
+    if args.goodput:
+        goodput = float(str(result["request_goodput"])) if result["max_goodput_rate"] else 0.0
     error = f"{result['failed']} requests failed" if result["failed"] else ""
-    return Row(shape, key, str(load), Figures(*values), graph_summary(result.get("server_info")), error)
+    return Row(shape, key, str(load), Figures(*values, goodput), graph_summary(result.get("server_info")), error)
 
 
 _FIGURES = "output_throughput", "mean_ttft_ms", "mean_tpot_ms", "request_throughput", "p99_itl_ms"
@@ -225,7 +234,16 @@ def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iter
 
 
 COLUMNS = ["shape", "load", "output tok/s", "SGLang", "ratio", "TTFT mean ms", "SGLang"]
-COLUMNS += ["TPOT mean ms", "SGLang", "ratio", "requests/s", "ITL p99 ms", "longest gap, median ms", "graph replays"]
+COLUMNS += [
+    "TPOT mean ms",
+    "SGLang",
+    "ratio",
+    "requests/s",
+    "ITL p99 ms",
+    "longest gap, median ms",
+    "goodput, requests/s",
+]
+COLUMNS.append("graph replays")
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
@@ -244,7 +262,8 @@ def table_row(row: Row) -> str:
             *(f"{ours.ttft_ms:.1f}", f"{theirs.ttft_ms:g}"),
             *(f"{ours.tpot_ms:.2f}", f"{theirs.tpot_ms:g}", f"{theirs.tpot_ms / ours.tpot_ms:.2f}"),
         ]
-    cells += ["" if one is None else f"{one:.2f}" for one in (ours.requests_s, ours.itl_p99_ms, ours.gap_ms)]
+    more = ours.requests_s, ours.itl_p99_ms, ours.gap_ms, ours.goodput_s
+    cells += ["" if one is None else f"{one:.2f}" for one in more]
     return f"| {row.shape} | {row.what} | {' | '.join(cells)} | {row.graphs} |"
 
 
@@ -259,6 +278,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one load may take")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
+    parser.add_argument(
+        "--goodput", nargs="+", default=[], help="search the highest rate within these limits, as in ttft:500 tpot:25"
+    )
     args = parser.parse_args(argv)
     args.out = args.out or Path(tempfile.mkdtemp(prefix="fenceline-bench-"))
     args.out.mkdir(parents=True, exist_ok=True)

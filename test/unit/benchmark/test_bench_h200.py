@@ -83,7 +83,9 @@ def test_table_row_compares_with_the_reference() -> None:
     from run import Figures, Row, graph_summary, table_row
 
     row = Row("8b", "32", "load", Figures(5799.2, 60.0, 5.0), "10/10")
-    assert table_row(row) == "| 8b | load | 5,799 | 5,272 | 1.10 | 60.0 | 85 | 5.00 | 5.9 | 1.18 |  |  |  | 10/10 |"
+    assert table_row(row) == "| 8b | load | 5,799 | 5,272 | 1.10 | 60.0 | 85 | 5.00 | 5.9 | 1.18 |  |  |  |  | 10/10 |"
+    searched = replace(row, figures=Figures(5799.2, 60.0, 5.0, 11.5, 9.0, 40.0, 11.25))
+    assert table_row(searched).endswith("| 1.18 | 11.50 | 9.00 | 40.00 | 11.25 | 10/10 |")
     assert table_row(Row("8b", "32", "load", None, error="died")) == "| 8b | load | failed |"
     graphs = {"replays": 7, "eligible_steps": 9, "fallbacks": {"size": 2}, "repairs": {}}
     assert graph_summary({"internal_states": [{"cuda_graphs": graphs}]}) == "7/9 {'size': 2}"
@@ -177,7 +179,7 @@ def test_loads_are_what_bench_serving_takes() -> None:
 
 
 def test_the_table_of_two_servers_has_medians_and_ratios() -> None:
-    from compare import table_row
+    from compare import GOODPUT_HEADER, HEADER, table_row
     from run import LOADS, Figures, Row
 
     def runs(*times: tuple[float, float, float] | None) -> list[Row]:
@@ -190,6 +192,13 @@ def test_the_table_of_two_servers_has_medians_and_ratios() -> None:
     more = "| 8.00 | 8.00 | 1.000 | 40.00 | 40.00 | 1.000 |"
     assert row == f"| 8b | {LOADS['1']} | 100 | 110 | 1.100 | 11.0 | 22.0 | 2.000 | 4.200 | 2.100 | 0.500 {more}"
     assert table_row("8b", "1", {"before": before, "after": runs(None)}).endswith("| failed |")
+    assert row.count("|") == HEADER.count("|")
+    one = Row("8b", "1", "load", Figures(100.0, 10.0, 4.0, None, 8.0, 40.0, 10.0))
+    none = replace(one, figures=Figures(100.0, 10.0, 4.0, None, 8.0, 40.0, 0.0))
+    searched = table_row("8b", "1", {"before": [one], "after": [none]})
+    assert searched.endswith("| 10.00 | 0.00 | 0.000 |")
+    assert searched.count("|") == (HEADER + GOODPUT_HEADER).count("|")
+    assert table_row("8b", "1", {"before": [none], "after": [one]}).endswith("| 0.00 | 10.00 |  |")
 
 
 _COMPILING_SERVER = """
