@@ -131,9 +131,10 @@ class Vocabulary:
     def tokenizer(self) -> dict[str, object]:
         """tokenizer.json. Raises ``ConfigError`` for kinds of tokenizers that are not known here."""
         kind, pre = self._get("model"), self._get("pre")
-        if not self.tokens or kind not in ("gpt2", "llama"):
-            named = f"its tokenizer is of the kind {kind}" if self.tokens else "has no tokenizer"
-            raise self._refusal(f"{named}, which is not read (gpt2 and llama are)")
+        if not self.tokens:
+            raise self._refusal("has no tokenizer")
+        if kind not in ("gpt2", "llama"):
+            raise self._refusal(f"its tokenizer is of the kind {kind}, which is not read (gpt2 and llama are)")
         if kind == "gpt2" and pre not in _PATTERNS:
             raise self._refusal(f"its pre-tokenizer {pre} is not known here")
         texts = [self._text(number) for number in range(len(self.tokens))]

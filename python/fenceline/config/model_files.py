@@ -55,7 +55,7 @@ def model_directory(name: str, flag: str, revision: str | None, download_dir: st
     if path.is_dir() or is_gguf(path):
         if revision is not None:
             raise ConfigError(f"{_revision(flag)} chooses a version of a hub id, {flag} {name} is local: leave it out")
-        return str(_gguf_inside(path.resolve()) if path.is_dir() else parts_of(path.resolve())[0])
+        return str(_gguf_inside(path.resolve(), weights) if path.is_dir() else parts_of(path.resolve())[0])
     if path.is_file():
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
     if found := _HUB_GGUF.fullmatch(name):
@@ -71,11 +71,12 @@ def model_directory(name: str, flag: str, revision: str | None, download_dir: st
     return _download(name, flag, revision, download_dir, patterns, _IGNORED)
 
 
-def _gguf_inside(directory: Path) -> Path:
-    """The GGUF file of a directory that has one and no other weights; otherwise the directory. Raises ConfigError if it
-    has several models."""
+def _gguf_inside(directory: Path, weights: bool) -> Path:
+    """The GGUF file of a directory that has one and no other weights, or, if no ``weights`` are asked for, no other
+    configuration or tokenizer; otherwise the directory. Raises ConfigError if it has several models."""
     found = [path for path in sorted(directory.glob("*.gguf")) if not path.name.startswith("mmproj")]
-    if not found or _has(directory, "*.safetensors"):
+    others = ("*.safetensors",) if weights else ("*.safetensors", "config.json", "tokenizer.json")
+    if not found or _has(directory, *others):
         return directory
     models = sorted({parts_of(path)[0] for path in found})
     if len(models) > 1:

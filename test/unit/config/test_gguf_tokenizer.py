@@ -176,7 +176,7 @@ def test_prefix_and_special_tokens_are_as_the_file_says(
         ({"tokenizer_model": "t5"}, "its tokenizer is of the kind t5, which is not read (gpt2 and llama are); point"),
         ({"tokenizer_pre": "viking"}, "its pre-tokenizer viking is not known here; point --tokenizer-path"),
         ({"token_merges": None}, "its tokenizer has no merges; point --tokenizer-path"),
-        ({"token_list": None}, "has no tokenizer, which is not read"),
+        ({"token_list": None}, "has no tokenizer; point --tokenizer-path"),
         ({"token_list": ["a", "a"]}, "a token of its tokenizer comes twice; point"),
         ({"token_types": [1]}, "its tokenizer has 2 tokens and 1 types; point"),
     ],

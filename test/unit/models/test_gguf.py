@@ -172,6 +172,10 @@ def test_parts_and_folders_lead_to_the_file(tmp_path: Path) -> None:
     assert torch.equal(logits(parts[0]), logits(whole))
     shutil.copy(whole, folder / "mmproj-model.gguf")  # the tower of a model that reads images is not in the way
     assert model_directory(str(folder), "--model-path", None, None, weights=True) == str(parts[0])
+    # A tokenizer beside it is meant by --tokenizer-path, which is the remedy for one that cannot be read.
+    (folder / "tokenizer.json").write_text("{}")
+    assert model_directory(str(folder), "--tokenizer-path", None, None, weights=False) == str(folder)
+    assert model_directory(str(folder), "--model-path", None, None, weights=True) == str(parts[0])
     shutil.copy(whole, folder / "other.gguf")
     with pytest.raises(ConfigError, match=r"holds 2 GGUF models; give one of them, such as .*model-00001-of"):
         model_directory(str(folder), "--model-path", None, None, weights=True)
