@@ -99,6 +99,8 @@ class StepPlanner:
                 self.preempt(self._threshold)
             if self._mixes:  # before prompts are admitted, which would take memory that running requests need now
                 decode = self.plan_decode()
+                if decode is None and len(self.running):
+                    return None  # the step in flight leaves them some, and prompts wait for that too
             prefill = self.plan_prefill(0 if decode is None else len(decode.rows))
         if prefill is None:
             decode = self.plan_decode() if decode is None else decode

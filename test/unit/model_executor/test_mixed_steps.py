@@ -78,6 +78,22 @@ def test_a_crowd_is_answered_right(seed: int, tiered: bool) -> None:
     assert num_mixed(steps) > 10
 
 
+def test_no_prompt_goes_on_while_running_requests_lack_memory() -> None:
+    """Until the step in flight leaves them some: a step of prompts alone would take that, and as long as it likes."""
+    driver = make_driver(num_pages=64, chunked_prefill_size=8, enable_mixed_chunk=True)
+    planner = driver.scheduler.planner
+    reqs = [request("runs", [1] * 4, max_new_tokens=20, ignore_eos=True), request("long", [2] * 60, max_new_tokens=1)]
+    driver.send(*reqs)
+    for _ in range(3):
+        driver.step()
+    assert planner.population.chunked is not None and len(planner.running) == 1
+    make_room, planner.make_room = planner.make_room, lambda shape: None  # type: ignore[method-assign]
+    assert planner.plan() is None
+    planner.make_room = make_room  # type: ignore[method-assign]
+    driver.run()
+    assert_right(driver, *reqs)
+
+
 def test_a_step_has_the_tokens_of_the_flag_in_all() -> None:
     """So that it fits the graphs which prompts alone have; but prompts go on, however many decode."""
     driver = make_driver(num_pages=1200, num_rows=24, chunked_prefill_size=20, enable_mixed_chunk=True)
