@@ -229,7 +229,7 @@ def _sparse(random: Random) -> Scenario:
     kinds = *_OF_ATTENTION, *(workload.make for workload in HICACHE_WORKLOADS if workload.name == "conversations")
     scenario = random.choice(kinds)(random)
     drafts = chains_of_models(random) if random.random() < 0.4 else {}
-    if drafts and random.random() < 0.5:
+    if drafts and random.random() < 0.5 and drafts["draft"] != "NGRAM":
         drafts = {**drafts, "draft": "NEXTN"}
     between = PIECES if random.random() < 0.4 else {}
     ours: Flags = {"model": "sparse", "attention_backend": random.choice((LAUNCHED, REFERENCE))}
