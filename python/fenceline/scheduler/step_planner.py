@@ -147,7 +147,11 @@ class StepPlanner:
         costs, chunked = self._mixed_costs, self.population.chunked
         if costs is None or not num_decodes:
             return most
-        prefix = 0 if chunked is None else chunked.allocated_len
+        if chunked is None:
+            first = next(iter(self.candidates()), None)
+            prefix = 0 if first is None else self.memory.match(first).num_tokens
+        else:
+            prefix = chunked.allocated_len
         fitting = costs.tokens_within(self._most_seconds, num_decodes, prefix, self.running.num_tokens, most)
         return max(fitting, min(most, _LEAST_PROMPT_TOKENS))
 

@@ -137,6 +137,10 @@ def test_chunks_end_before_a_token_is_late() -> None:
     reqs = [request(f"r{i}", [i + 1] * (700 if i % 3 == 0 else 90), max_new_tokens=40) for i in range(12)]
     in_turns(driver, reqs, 5)
     assert_right(driver, *reqs)
+    # After the turns before, which are cached.
+    again = [request(f"{i}, again", [i + 1] * 700 + [20 + i] * 200, max_new_tokens=60) for i in range(0, 12, 3)]
+    in_turns(driver, again, 5)
+    assert_right(driver, *again)
     assert max(alone) == 256
     assert sum(0.015 < one <= 0.016 for one in seconds) > 5 and max(seconds) > 0.016
 
