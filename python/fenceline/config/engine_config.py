@@ -174,11 +174,12 @@ class EngineConfig:
 
     @property
     def mixes_steps(self) -> bool:
-        """Whether running requests decode in the steps that compute prompts. Not if they speculate, and not if an image
-        has to be seen whole, which might not fit beside them."""
-        vision = self.model.vision
+        """Whether running requests decode in the steps that compute prompts. Not if they speculate, not if an image has
+        to be seen whole, which might not fit beside them, and not if nothing is decoded."""
+        model, vision = self.model, self.model.vision
         sees_whole = vision is not None and vision.sees_whole
-        return self.server_args.enable_mixed_chunk and self.speculative is None and not sees_whole
+        is_asked = self.server_args.enable_mixed_chunk
+        return is_asked and self.speculative is None and not sees_whole and not model.embeds
 
     @property
     def refuses_grammars(self) -> str | None:

@@ -184,13 +184,18 @@ def _how(exitcode: int | None) -> str:
     return f"killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
 
 
-def _explain_flags(config: EngineConfig) -> None:
-    """Log the effect of flags that have another effect in other servers."""
+def explain_flags(config: EngineConfig) -> None:
+    """Log the effect of flags that have another effect in other servers, or none here."""
     if config.server_args.trust_remote_code:
         logger.warning(
             "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",
             config.model.architecture,
         )
+    if config.server_args.enable_mixed_chunk and not config.mixes_steps:
+        why = "images are seen whole" if config.speculative is None else "steps verify drafts"
+        if config.model.embeds:
+            why = "a server of embeddings decodes nothing"
+        logger.warning("--enable-mixed-chunk, --max-inter-token-ms: without effect here, because %s", why)
 
 
 def launch_processes(
@@ -199,7 +204,7 @@ def launch_processes(
     detokenizer_entry: ProcessEntry = run_detokenizer,
 ) -> EngineProcesses:
     """Start a scheduler for each rank of this host and, on node 0 and unless --skip-tokenizer-init, the detokenizer."""
-    _explain_flags(config)
+    explain_flags(config)
     context = multiprocessing.get_context("spawn")
     ports = make_ports()
     link = SocketLink(ports)

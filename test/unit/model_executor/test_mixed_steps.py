@@ -11,8 +11,12 @@ import pytest
 import xgrammar
 from scheduler_driver import Driver, assert_right, make_driver, make_model_driver, make_tiered_driver, request
 
+from fenceline import demo_model_path
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.spec import GrammarSpec
+from fenceline.entrypoints.launch import explain_flags
 from fenceline.ipc.io_struct import AbortReq, LoadGrammarReq, TokenizedGenerateReq
 from fenceline.model_executor.step import ForwardResult, HeldStep, MixedCosts, StepBatch
 from fenceline.scheduler.masked_steps import StepMasks
@@ -105,6 +109,25 @@ def test_a_step_has_the_tokens_of_the_flag_in_all() -> None:
     for prompts, tokens, decodes in steps:
         assert not prompts or tokens <= max(20 - decodes, 5)
     assert any(tokens + decodes == 20 for _, tokens, decodes in steps)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "steps verify drafts"),
+        ({"is_embedding": True}, "a server of embeddings decodes nothing"),
+    ],
+)
+def test_a_start_says_why_steps_are_not_mixed(
+    flags: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = ServerArgs(
+        model_path=demo_model_path(), device="cpu", enable_mixed_chunk=True, max_inter_token_ms=40, **flags
+    )
+    config = resolve(args)
+    assert not config.mixes_steps
+    explain_flags(config)
+    assert [message.partition("here, because ")[2] for message in caplog.messages] == [why]
 
 
 COSTS = MixedCosts((32, 128, 256), (0.010, 0.014, 0.022), per_pair=1e-6, per_context=1e-6)
