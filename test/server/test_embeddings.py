@@ -124,6 +124,17 @@ def test_litellm(server: LiveServer, reference: transformers.PreTrainedModel) ->
     close([one["embedding"] for one in answer.data], [embedding_of(reference, ids_of(text)) for text in TEXTS])
 
 
+def test_llama_index(server: LiveServer, reference: transformers.PreTrainedModel) -> None:
+    of_llama_index = pytest.importorskip(
+        "llama_index.embeddings.openai_like", reason="llama-index-embeddings-openai-like is not installed"
+    )
+    model = of_llama_index.OpenAILikeEmbedding(
+        model_name="tiny", api_base=f"{server.base_url}/v1", api_key="none", max_retries=0
+    )
+    close(model.get_text_embedding_batch(TEXTS), [embedding_of(reference, ids_of(text)) for text in TEXTS])
+    close(model.get_query_embedding(TEXTS[0]), embedding_of(reference, ids_of(TEXTS[0])))
+
+
 @pytest.mark.parametrize("provider", ["hosted_vllm", "jina_ai", "cohere"])
 def test_rerank_clients(server: LiveServer, reference: transformers.PreTrainedModel, provider: str) -> None:
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")
