@@ -140,8 +140,10 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     far = 8 * sizes[-1]  # a CPU, whose chunks are short, takes long for more
     prefix = min(_MIXED_PREFIX, far, longest - sizes[-1])
     per_pair = (seconds(prompt(sizes[-1], prefix))[0] - alone[-1]) / (sizes[-1] * prefix) if prefix else 0.0
-    num, length = min(_MIXED_DECODES, config.max_running_requests), min(_MIXED_CONTEXT, far, longest)
-    reqs = _MeasuredRequests(rows, pages, config.server_args.page_size, length, num, config.model.context_length)
+    num, page_size = min(_MIXED_DECODES, config.max_running_requests), config.server_args.page_size
+    # One of them at least is not in the sink.
+    length = min(_MIXED_CONTEXT, far, longest, pages.num_free * page_size)
+    reqs = _MeasuredRequests(rows, pages, page_size, length, num, config.model.context_length)
     for first in reqs.prompts(config):
         _launched(launch, first).wait()
     beside = reqs.decode_batch(0, num, StepShape())

@@ -189,6 +189,14 @@ def test_costs_are_measured_at_start() -> None:
     assert make_model_driver().worker.step_costs is None
 
 
+def test_contexts_are_measured_however_little_memory_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    """In the sink alone the time would be noise, divided by next to no tokens."""
+    caplog.set_level("INFO", "fenceline.model_executor.warm_up")
+    flags: dict[str, Any] = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "max_inter_token_ms": 30}
+    make_model_driver(context_length=1024, max_total_tokens=256, **flags)
+    assert any(", of 256 tokens: " in message for message in caplog.messages)
+
+
 def _grammar(driver: Driver) -> LoadGrammarReq:
     """The grammar 1: letters a to j, which are the tokens 10 to 19."""
     vocab_size, eos = driver.config.model.vocab_size, driver.config.model.eos_token_ids
