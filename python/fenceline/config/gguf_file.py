@@ -50,6 +50,8 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
         (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
     )
 }  # fmt: skip
+# Types that the package gguf dequantises. All others of at least a block are dequantised here (models/gguf_weights.py).
+BY_PACKAGE = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ3_S", "IQ2_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ order where adjacent features rotate as pairs, Gemma's norms have been increased
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import re
 import struct
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fenceline.config import ConfigError
-from fenceline.config.gguf_file import GGUFArray, GGUFHeader, GGUFTensor, Value, parts_of, read_header
+from fenceline.config.gguf_file import BY_PACKAGE, GGUFArray, GGUFHeader, GGUFTensor, Value, parts_of, read_header
 from fenceline.config.gguf_tokenizer import Vocabulary
 
 Entries = dict[str, object]
@@ -108,6 +109,12 @@ class GGUFModel:
         self.metadata = self.headers[0].metadata
         self._read: set[str] = set()  # entries of the architecture that have been asked for
         self.tensors = {name: tensor for header in self.headers for name, tensor in header.tensors.items()}
+        others = sorted({tensor.type.name for tensor in self.tensors.values()} & BY_PACKAGE)
+        if others and importlib.util.find_spec("gguf") is None:
+            raise ConfigError(
+                f"{path}: tensors in {', '.join(others)} need the package gguf: pip install gguf, or choose another"
+                " quantisation of the model"
+            )
         name = self.text("general.architecture")
         found = _FAMILIES.get(name)
         if found is None:

@@ -94,7 +94,7 @@ def _kept(part: str, blocks: torch.Tensor) -> torch.Tensor:
 
 def dequantised(kind: TensorType, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of ``raw``, [bytes] uint8 on the CPU, as ``dtype`` on the default device. Memory for float32 is
-    needed for a part of them at a time. Raises ``ValueError`` for a format of the package gguf if it is missing."""
+    needed for a part of them at a time. Those of ``BY_PACKAGE`` need the package gguf."""
     blocks = raw.view(-1, kind.nbytes)
     values = torch.empty(len(blocks), kind.numbers, dtype=dtype)
     function = FORMATS.get(kind.name) or partial(_by_package, name=kind.name)
@@ -105,12 +105,8 @@ def dequantised(kind: TensorType, raw: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _by_package(blocks: torch.Tensor, name: str) -> torch.Tensor:
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError(
-            f"tensors in {name} need the package gguf: pip install gguf, or choose another quantisation of the model"
-        ) from None
+    import gguf
+
     values: Any = gguf.quants.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[name])
     return torch.from_numpy(values).to(blocks.device)
 
@@ -218,7 +214,7 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     return _scaled(_levels(_split(blocks[:, 8:], 4, 16)), _half(blocks, 0) * ((low | high << 4).float() - 32))
 
 
-# The others are dequantised by the package gguf.
+# The others are those of BY_PACKAGE.
 FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "Q4_0": _q4_0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 import fenceline
 from fenceline.benchmarking.tokenizer import count_tokens, load_tokenizer
 from fenceline.config import ConfigError
-from fenceline.config.gguf_file import TENSOR_TYPES
+from fenceline.config.gguf_file import BY_PACKAGE, TENSOR_TYPES
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import demo_model_path, model_directory, pools_last_token
 from fenceline.config.weight_headers import check_headers, read_headers, weight_bytes
@@ -149,6 +150,23 @@ def test_every_format_is_dequantised_as_by_the_package(number: int) -> None:
     assert torch.equal(dequantised(ours, torch.from_numpy(raw).flatten(), torch.float32), expected)
     rounded = dequantised(ours, torch.from_numpy(raw).flatten(), torch.bfloat16)
     assert torch.equal(rounded, expected.to(torch.bfloat16))
+
+
+def test_a_format_of_a_package_that_is_missing_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plain = {"F32", "F16", "BF16"}
+    assert {kind.name for kind in TENSOR_TYPES.values()} == plain | BY_PACKAGE | gguf_weights.FORMATS.keys()
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 66), dtype=np.uint8), raw_dtype=Type.IQ2_XXS)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "its metadata lacks llama." in refusal(tmp_path / "model.gguf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    os.utime(tmp_path / "model.gguf", (1, 1))  # the file is read again
+    assert "tensors in IQ2_XXS need the package gguf: pip install gguf, or" in refusal(tmp_path / "model.gguf")
 
 
 def test_large_tensors_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
