@@ -51,6 +51,12 @@ def client(live: LiveServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[fenceline.Engine]:
+    with fenceline.Engine(str(model), device="cpu") as made:
+        yield made
+
+
 def base64_of(image: Image.Image, format: str = "PNG") -> str:
     return base64.b64encode(written(image, format)).decode()
 
@@ -239,7 +245,7 @@ def shown(*frames: Image.Image, **fields: object) -> list[Any]:
 
 
 @pytest.mark.long
-def test_videos_are_lists_of_frames(client: openai.OpenAI, live: LiveServer, model: Path) -> None:
+def test_videos_are_lists_of_frames(client: openai.OpenAI, live: LiveServer, engine: fenceline.Engine) -> None:
     frames = [picture(60, 40, seed=seed) for seed in range(3)]
 
     def of(messages: list[Any]) -> str:
@@ -264,10 +270,9 @@ def test_videos_are_lists_of_frames(client: openai.OpenAI, live: LiveServer, mod
     assert httpx.post(f"{live.base_url}/generate", json=body | {"input_ids": ids}).json()["text"] == expected
 
     array = np.stack([np.asarray(frame) for frame in frames])
-    with fenceline.Engine(str(model), device="cpu") as engine:
-        texts = [engine.generate(text, params, video_data=one)["text"] for one in (frames, array)]
-        content = [{"type": "text", "text": QUESTION}, {"type": "video", "video": array}]
-        made = engine.chat([{"role": "user", "content": content}], params)["choices"][0]
+    texts = [engine.generate(text, params, video_data=one)["text"] for one in (frames, array)]
+    content = [{"type": "text", "text": QUESTION}, {"type": "video", "video": array}]
+    made = engine.chat([{"role": "user", "content": content}], params)["choices"][0]
     assert [*texts, made["message"]["content"]] == [expected] * 3
 
 
@@ -349,12 +354,11 @@ def test_two_ranks_answer_the_client_of_sglang_14193(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, model: Path) -> None:
-    with fenceline.Engine(str(model), device="cpu") as engine:
-        params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        texts = [engine.generate(PROMPT, params, image_data=one)["text"] for one in (NOISE, np.asarray(NOISE))]
-        message = {"role": "user", "content": [{"type": "text", "text": QUESTION}, {"type": "image", "image": NOISE}]}
-        texts.append(engine.chat([message], params)["choices"][0]["message"]["content"])
+def test_an_engine_takes_images_of_pillow_and_arrays(client: openai.OpenAI, engine: fenceline.Engine) -> None:
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    texts = [engine.generate(PROMPT, params, image_data=one)["text"] for one in (NOISE, np.asarray(NOISE))]
+    message = {"role": "user", "content": [{"type": "text", "text": QUESTION}, {"type": "image", "image": NOISE}]}
+    texts.append(engine.chat([message], params)["choices"][0]["message"]["content"])
     assert texts == [answer(client, NOISE)] * 3
 
 

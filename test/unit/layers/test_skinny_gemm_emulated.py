@@ -79,7 +79,7 @@ def build(folder: Path, *replacements: tuple[str, str], numbers: str = "kBf16") 
     command = [
         "g++",
         "-std=c++17",
-        "-O1",
+        "-O0",
         "-shared",
         "-fPIC",
         f"-I{folder}",

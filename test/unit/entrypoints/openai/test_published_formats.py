@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -31,6 +32,11 @@ from fenceline.ipc.io_struct import FinishReason
 TOOLS = {tool["function"]["name"]: tool["function"] for tool in (WEATHER, NOW)}
 IDS = ("a1B2c3D4e", "123456789")
 names = pytest.mark.parametrize("name", PUBLISHED)
+
+
+@cache  # it is compiled and tried out, which takes longer than most tests
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate(PUBLISHED[name].template, PUBLISHED[name].special_tokens)
 
 
 def history(model: Published, ids: tuple[str, str], **assistant: Any) -> list[dict[str, Any]]:
@@ -100,14 +106,14 @@ def test_a_history_is_written_as_by_the_published_template(name, content):
     messages = history(model, IDS, content=content)
     if content == "left out":
         del messages[1]["content"]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     assert template.render(messages) == expected(model, IDS)
 
 
 @names
 def test_the_template_tells_the_format_and_takes_tools(name):
     model = PUBLISHED[name]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     shown = "deepseekv3" if model.parser == "deepseekv31" else model.parser
     assert template.has_tools and template.tool_call_format == shown
     assert "weather" in template.render([{"role": "user", "content": "And?"}], tools=[WEATHER, NOW])
@@ -165,8 +171,7 @@ def with_content(kind: str, content: object) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["system", "user", "late user", "assistant", "calls", "tool"])
 def test_text_parts_are_text_in_every_branch_of_a_template(name, kind, tools):
     """One part is shown as a string is, and the second is not lost where the string would be shown."""
-    model = PUBLISHED[name]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     one, two = ({"type": "text", "text": text} for text in (ONE, TWO))
     plain = template.render(with_content(kind, ONE), tools=tools)
     assert template.render(with_content(kind, [one]), tools=tools) == plain
@@ -180,8 +185,7 @@ def test_text_parts_are_text_in_every_branch_of_a_template(name, kind, tools):
 @pytest.mark.parametrize("tools", [[], [WEATHER]])
 def test_no_system_message_is_lost_or_refused(name, tools):
     """Instructions and a developer message, as Codex sends them, and one in the middle, as Claude Code does."""
-    model = PUBLISHED[name]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     first, second = ({"role": "system", "content": text} for text in (ONE, TWO))
     question, answer = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "So."}
     text = template.render([first, second, question], tools=tools)
@@ -196,8 +200,7 @@ def test_no_system_message_is_lost_or_refused(name, tools):
 @names
 @pytest.mark.parametrize("sent", ['{"city": "Par', '{"city": "Paris", ', '{"ci', "print(1)", "[1]", "", "null", "1e"])
 def test_a_call_that_was_cut_off_can_stay_in_the_history(name, sent):
-    model = PUBLISHED[name]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     messages = history(Published("", "", "", "", "", num_calls=1), IDS)
     messages[1]["tool_calls"][0]["function"]["arguments"] = sent
     turns = [{"role": "assistant", "content": "So."}, {"role": "user", "content": "Again."}]
@@ -211,8 +214,7 @@ def test_a_call_that_was_cut_off_can_stay_in_the_history(name, sent):
 @pytest.mark.parametrize("sent", [None, {}, {"city": "Paris"}])
 def test_arguments_may_be_an_object_or_null(name, sent):
     """As a few clients send them; the same as in JSON."""
-    model = PUBLISHED[name]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     texts = []
     for arguments in (sent, json.dumps(sent or {})):
         messages = history(Published("", "", "", "", "", num_calls=1), IDS)
@@ -223,8 +225,7 @@ def test_arguments_may_be_an_object_or_null(name, sent):
 
 @names
 def test_a_tool_needs_no_parameters_and_no_description(name):
-    model = PUBLISHED[name]
-    template = ChatTemplate(model.template, model.special_tokens)
+    template = template_of(name)
     for parameters in ({}, {"parameters": {"type": "object"}}, {"parameters": {}}):
         tool = {"type": "function", "function": {"name": "now", **parameters}}
         assert "now" in template.render([{"role": "user", "content": "And?"}], tools=[tool])
