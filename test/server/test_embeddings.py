@@ -233,6 +233,10 @@ BAD_PAIRS = [
     ("/v1/score", {"query": ["a", "b"], "items": "a", "label_token_ids": [5]}, "one text"),
     ("/v1/score", {"query": "a", "items": "a", "label_token_ids": [5]}, "use /v1/embeddings"),
     ("/v1/score", {"query": "a", "items": "a", "label_token_ids": [5] * 129}, "label_token_ids"),
+    ("/v1/rerank", {"query": "a" * 5000, "documents": ["a"] * 4096}, "repeated to a length of 20475000"),
+    ("/v1/score", {"instruct": "a" * 5000, "text_1": ["a", "b"] * 2048, "text_2": ["a"] * 4096}, "repeated"),
+    ("/v1/score", {"query": [5] * 2000, "items": [[5]] * 4096, "label_token_ids": [5]}, "repeated"),
+    ("/v1/score", {"query": "a" * 5000, "items": ["a"] * 4096, "label_token_ids": [5]}, "repeated"),
 ]
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from starlette.requests import Request
 
+from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TEXT_CHARS
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, required_tokenizer
 from fenceline.entrypoints.openai.protocol import Prompt, ReadingBody, RerankBody, ScoreBody
 from fenceline.entrypoints.openai.serving_embeddings import collected, in_turns, reading_inputs, usage_of, vector_of
@@ -67,7 +68,9 @@ class RerankServing:
         """For each item the probabilities that the tokens ``label_token_ids`` follow it, and the usage."""
         if body.query is None or body.items is None:
             raise RequestError(400, "label_token_ids needs query and items", param="items")
-        prompts = [_joined(body.query, item, body.item_first) for item in body.items]
+        in_ids = isinstance(body.query, list)
+        _check_repeated(len(body.query) * (len(body.items) - 1), "query", MAX_BODY_TOKENS if in_ids else MAX_TEXT_CHARS)
+        prompts = await in_turns(partial(_joined, body.query, item_first=body.item_first), body.items)
         chunks = await self._next_tokens(body, prompts, body.label_token_ids, rid, request, special=True)
         scores = await in_turns(partial(_probabilities, apply_softmax=body.apply_softmax), chunks)
         return scores, usage_of(chunks, self._model)
@@ -82,6 +85,8 @@ class RerankServing:
     ) -> tuple[list[float], dict[str, object]]:
         """How well each second text answers the first one, and the usage."""
         check_num_requests(len(pairs), 1)
+        num_chars = sum(len(query) for query, _ in pairs) - sum(map(len, {query for query, _ in pairs}))
+        _check_repeated(num_chars + len(instruct or "") * (len(pairs) - 1), "query", MAX_TEXT_CHARS)
         tokenizer = required_tokenizer(self._generator)
         if self._embeds:
             queries = [query if instruct is None else f"Instruct: {instruct}\nQuery:{query}" for query, _ in pairs]
@@ -115,6 +120,18 @@ class RerankServing:
             for one in reading_inputs(body, prompts, rid, embed=False, special=special)
         ]
         return await collected(self._generator, inputs, request)
+
+
+def _check_repeated(num: int, param: str, most: int) -> None:
+    """Raise RequestError (400) if ``num``, the characters or tokens that are written once in a body and then repeated
+    in its prompts, are more than ``most``: a small body would take the memory of many large ones."""
+    if num > most:
+        raise RequestError(
+            400,
+            f"what the prompts share would be repeated to a length of {num}, at most {most} are allowed in one body;"
+            " shorten it, or send several bodies",
+            param=param,
+        )
 
 
 def _label_ids(tokenizer: Tokenizer) -> tuple[int, int]:
