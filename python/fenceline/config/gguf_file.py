@@ -113,6 +113,8 @@ def names_of_parts(name: str) -> list[str]:
     if found is None:
         return [name]
     count = int(found["count"])
+    if not 1 <= int(found["number"]) <= count:
+        return [name]
     return [f"{found['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
 
 
@@ -220,6 +222,10 @@ class _Cursor:
         tensors = {name: self.tensor(name, number, shape, begin + at) for name, shape, number, at in described}
         if len(tensors) < num_tensors:
             raise self.damaged("a tensor comes twice")
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            if tensor.offset < begin or tensor.offset % alignment:
+                raise self.damaged(f"tensor {name} begins at {tensor.offset}, inside another or between two places")
+            begin = tensor.offset + tensor.nbytes
         return GGUFHeader(self.path, metadata, tensors)
 
     def value(self, key: str) -> Value | GGUFArray:

@@ -7,6 +7,7 @@ and byte fallback ("llama"), whose merges follow from the scores.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from fenceline.config.gguf_file import GGUFArray, Value
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _PADDING = re.compile(r"\[PAD\d+\]")  # conversions fill holes with these, which are no tokens
+_MOST_CHARS = 4096  # of a token: far beyond any, and to find the halves of long ones takes long
 _BLANK = "\u2581"  # sentencepiece's for a space
 # Tokens that end a turn or a text, by which llama.cpp knows them too. Files often name only one as the end.
 _STOPS = frozenset(
@@ -70,6 +72,15 @@ class Vocabulary:
         found = self._get(key)
         return found.values() if isinstance(found, GGUFArray) else None
 
+    def _numbers(self, key: str) -> list[float] | None:
+        values = self._list(key)
+        if values is None:
+            return None
+        numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        if len(numbers) < max(len(values), len(self.tokens)):
+            raise self._refusal(f"its tokenizer has {len(self.tokens)} tokens and {len(numbers)} numbers as {key}")
+        return numbers
+
     def _refusal(self, why: str) -> ConfigError:
         return ConfigError(f"{self._path}: {why}; {_ELSEWHERE}")
 
@@ -81,16 +92,15 @@ class Vocabulary:
     @functools.cached_property
     def tokens(self) -> Sequence[str]:
         """All tokens by their ids; empty if the file has none."""
-        return [str(token) for token in self._list("tokens") or []]
+        tokens = [str(token) for token in self._list("tokens") or []]
+        if max(map(len, tokens), default=0) > _MOST_CHARS:
+            raise self._refusal(f"its tokenizer has a token of more than {_MOST_CHARS} characters")
+        return tokens
 
     @functools.cached_property
     def _types(self) -> Sequence[int]:
-        types = self._list("token_type")
-        if types is None:
-            return [_NORMAL] * len(self.tokens)
-        if len(types) < len(self.tokens):
-            raise self._refusal(f"its tokenizer has {len(self.tokens)} tokens and {len(types)} types")
-        return [int(kind) for kind in types]
+        types = self._numbers("token_type")
+        return [_NORMAL] * len(self.tokens) if types is None else [int(kind) for kind in types]
 
     @property
     def _is_sentencepiece(self) -> bool:
@@ -199,13 +209,13 @@ class Vocabulary:
         }
 
     def _sentencepiece(self, vocab: Mapping[str, int]) -> dict[str, object]:
-        scores = self._list("scores")
-        if scores is None or len(scores) < len(self.tokens):
+        scores = self._numbers("scores")
+        if scores is None:
             raise self._refusal("its tokenizer has no scores")
         normal = {token: number for token, number in vocab.items() if self._types[number] == _NORMAL}
         # A merge ranks as high as what it makes. Of several that make the same, that of the smaller ids comes first.
         pairs: list[tuple[str, str]] = []
-        for token, _ in sorted(normal.items(), key=lambda item: (-float(scores[item[1]]), item[1])):
+        for token, _ in sorted(normal.items(), key=lambda item: (-scores[item[1]], item[1])):
             halves = [
                 (normal[first], normal[second], first, second)
                 for cut in range(1, len(token))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -178,7 +179,10 @@ def test_prefix_and_special_tokens_are_as_the_file_says(
         ({"token_merges": None}, "its tokenizer has no merges; point --tokenizer-path"),
         ({"token_list": None}, "has no tokenizer; point --tokenizer-path"),
         ({"token_list": ["a", "a"]}, "a token of its tokenizer comes twice; point"),
-        ({"token_types": [1]}, "its tokenizer has 2 tokens and 1 types; point"),
+        ({"token_types": [1]}, "its tokenizer has 2 tokens and 1 numbers as token_type; point"),
+        ({"token_types": [math.inf, 1.0]}, "its tokenizer has 2 tokens and 1 numbers as token_type; point"),
+        ({"tokenizer_model": "llama", "token_scores": [math.nan, 1.0]}, "its tokenizer has 2 tokens and 1 numbers as"),
+        ({"token_list": ["a", "b" * 4097]}, "its tokenizer has a token of more than 4096 characters; point"),
     ],
 )
 def test_other_tokenizers_are_refused_with_the_remedy(change: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -333,6 +333,14 @@ def test_a_hostile_header_allocates_nothing(whole_file: bytes, tmp_path: Path) -
     described = one + b"t" + struct.pack("<I", 1) + one + struct.pack("<IQ", 99, 0)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + described + bytes(64))
     assert "tensor t is of ggml's type 99, which is not read (F32, F16" in refusal(path)
+    two = struct.pack("<IQ", 1, 16)  # of 64 bytes
+    for offset in (0, 32, 72):
+        described = one + b"a" + two + struct.pack("<IQ", 0, 0) + one + b"b" + two + struct.pack("<IQ", 0, offset)
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + described + bytes(256))
+        assert "begins at" in refusal(path) and "inside another or between two places" in refusal(path)
+    part = tmp_path / "model-00001-of-00000.gguf"
+    part.write_bytes(whole_file)
+    assert ModelConfig.from_dir(str(part)).num_layers > 0
 
 
 def test_random_bytes_in_a_header_are_refused_or_harmless(whole_file: bytes, tmp_path: Path) -> None:
