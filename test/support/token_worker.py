@@ -194,20 +194,20 @@ class TokenWorker:
         result = TokenResult(self, run, self.forward.record(), (*batch.after, *loads))
         for ticket in batch.loads:
             ticket.waited = True
-        self._audit(batch, lens, result.done)
+        self._audit(batch, lens, result)
         self._queue.append(result)
         return result
 
-    def _audit(self, batch: StepBatch, lens: dict[int, int], done: Point) -> None:
-        writes = batch.page_writes
+    def _audit(self, batch: StepBatch, lens: dict[int, int], result: TokenResult) -> None:
+        writes, done, after = batch.page_writes, result.done, Points.of(*result.waits)
         assert (writes.rows > 0).all(), "the page table of the sink row names only the sink page"
         self._page_table[writes.rows, writes.columns] = writes.pages
         used = [self._page_table[row, : -(-length // self.page_size)] for row, length in lens.items()]
-        self.pages.submitted(np.concatenate(used), done, batch.after, is_step=True)
+        self.pages.submitted(np.concatenate(used), done, after, is_step=True)
         if self.states is not None:
             slots = np.array([slot for _, slot in batch.snapshots], dtype=np.int64)
-            self.states.snapshots.submitted(slots, done, batch.after, is_step=True)
-        self.req_pool.rows.submitted(np.array(list(lens)), done, batch.after, is_step=True)
+            self.states.snapshots.submitted(slots, done, after, is_step=True)
+        self.req_pool.rows.submitted(np.array(list(lens)), done, after, is_step=True)
 
     def run_until(self, result: TokenResult) -> None:
         while result.output is None:
