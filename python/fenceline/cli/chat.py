@@ -52,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"fenceline chat: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # who reads the answer has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end tries to write again
+        return 1
     except KeyboardInterrupt:
         print()
         return 130
@@ -143,6 +146,8 @@ class _Server:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url}: not an address; give one such as http://127.0.0.1:30000")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("--api-key or OPENAI_API_KEY: a key has printable ASCII characters alone; check it")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._parts = parts
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -171,6 +174,8 @@ def test_a_terminal_shows_thoughts_and_obeys_no_model(server: Scripted, monkeypa
         (["http://127.0.0.1:9", "-q", "Hi"], "http://127.0.0.1:9: Connection refused; fenceline serve MODEL"),
         (["--model", "m", "-q", " "], "nothing to send"),
         (["--model", "m"], "nothing to send"),
+        (["--model", "m", "-q", "Hi", "--api-key", "a\nb"], "--api-key or OPENAI_API_KEY: a key has printable"),
+        (["--model", "m", "-q", "Hi", "--api-key", "\u043a"], "--api-key or OPENAI_API_KEY: a key has printable"),
     ],
 )
 def test_what_cannot_be_asked_is_a_line(
@@ -179,3 +184,15 @@ def test_what_cannot_be_asked_is_a_line(
     assert chat(monkeypatch, *words) == 1
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"fenceline chat: {line}")
+
+
+def test_a_reader_may_stop_reading(server: Scripted) -> None:
+    server.says(*["Hello!\n"] * 9)
+    words = [sys.executable, "-c", "from fenceline.cli import main; main()", "chat", server.url, "-q", "Hi"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
