@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _SEQ_NBYTES = 8
 _END = (-1).to_bytes(_SEQ_NBYTES, "big", signed=True)
 _LINGER_MS = 1000
+_MOST_RECEIVED_NBYTES = 4096  # of a subscription or a request for a replay; who sends more is disconnected
 _BELL = "inproc://bell"
 
 
@@ -64,6 +65,7 @@ class KVEventPublisher:
         socket.set(zmq.SNDHWM, hwm)
         socket.set(zmq.LINGER, _LINGER_MS)
         socket.set(zmq.IPV6, 1)
+        socket.set(zmq.MAXMSGSIZE, _MOST_RECEIVED_NBYTES)
         try:
             if kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc:"):
                 socket.bind(endpoint)

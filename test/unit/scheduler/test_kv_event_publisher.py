@@ -174,6 +174,19 @@ def test_a_batch_that_cannot_wait_any_longer_leaves_a_gap(
     assert list(kept) == [3, 4]
 
 
+def test_a_stranger_takes_no_memory(config: KVEventsConfig, closing: list[KVEventPublisher | Consumer]) -> None:
+    """Whoever sends more than a request has is disconnected before it is all received."""
+    log = KVEventLog(4)
+    closing.append(KVEventPublisher(config, log))
+    stranger, consumer = Consumer(config), Consumer(config)
+    closing.extend((stranger, consumer))
+    ended = stranger.replay.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    stranger.replay.send_multipart([b"", bytes(1 << 20)])
+    assert ended.poll(PATIENCE_MS), "it stays connected"
+    stranger.replay.disable_monitor()
+    assert consumer.replayed(0) == {}
+
+
 def test_replicas_have_ports_of_their_own(closing: list[KVEventPublisher | Consumer]) -> None:
     port = unused_port()
     config = kv_events_config(args(f'{{"publisher": "zmq", "endpoint": "tcp://*:{port}", "topic": "kv@test"}}', 2))
