@@ -171,8 +171,8 @@ class _Quiet:
         self._exporter, self._endpoint = exporter, endpoint
         self._success, self._failure = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
         self.answers = True
-        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # Nor do clients write into the log, which quotes a malformed traceparent or tracestate.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See ``SpanExporter``, for which this stands."""

@@ -195,6 +195,9 @@ def test_a_dead_collector_costs_one_line(caplog: pytest.LogCaptureFixture, monke
         traces, now = tracer(url), time.perf_counter()
         for _ in range(200):
             traces.ended(entry(now - 4.0), FinishReason(type="stop"), now)
+        for state in ("a=b,a=forged", "x" * 9000):  # no client writes into the log
+            parent = {b"traceparent": f"00-{PARENT[0]}-{PARENT[1]}-01".encode(), b"tracestate": state.encode()}
+            traces.ended(entry(now - 4.0, TraceOrigin.of("/", parent)), FinishReason(type="stop"), now)
         deadline = time.monotonic() + 60
         while not any("does not answer" in line for line in caplog.messages) and time.monotonic() < deadline:
             time.sleep(0.01)
