@@ -1,18 +1,16 @@
-"""The routes of the OpenAI API. Handlers parse the body, answer, and turn a RequestError into OpenAI's error object."""
+"""The routes of the OpenAI API. Handlers parse the body and answer; ``errors`` answers what they raise."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from fastapi import APIRouter, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.serving_messages import MessagesServing
 from fenceline.entrypoints.body_parser import BodyParser
-from fenceline.entrypoints.errors import error_response
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, answer_id
 from fenceline.entrypoints.openai.chat_template import chat_template_of
@@ -26,9 +24,6 @@ from fenceline.entrypoints.openai.serving_rerank import RerankServing
 from fenceline.entrypoints.openai.serving_responses import ResponsesServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
-from fenceline.frontend.request_types import RequestError
-
-_CLIENT_CLOSED_REQUEST = 499  # for the access log; the client has gone
 
 
 def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) -> APIRouter:
@@ -49,29 +44,17 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     @for_clients
     async def create_completion(request: Request) -> Response:
         """Continue a prompt: text, token ids or a batch of either."""
-        try:
-            body = await parser.parse(request, _parse_completion)
-            with answer_id("cmpl-", body, request, manager) as rid:
-                head = AnswerHead.now(rid, model.name_for(body.model))
-                return await completions.respond(body, head, request)
-        except RequestError as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        body = await parser.parse(request, _parse_completion)
+        with answer_id("cmpl-", body, request, manager) as rid:
+            return await completions.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
 
     @router.post("/v1/chat/completions")
     @for_clients
     async def create_chat_completion(request: Request) -> Response:
         """Write the assistant's next message of a conversation."""
-        try:
-            body = await parser.parse(request, _parse_chat)
-            with answer_id("chatcmpl-", body, request, manager) as rid:
-                head = AnswerHead.now(rid, model.name_for(body.model))
-                return await chat.respond(body, head, request)
-        except RequestError as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        body = await parser.parse(request, _parse_chat)
+        with answer_id("chatcmpl-", body, request, manager) as rid:
+            return await chat.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
 
     @router.post("/v1/embeddings")
     @for_clients
@@ -146,8 +129,5 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
     @for_clients
     async def retrieve_model(name: str) -> Response:
         """The served model by its name."""
-        try:
-            model.require(name)
-        except RequestError as error:
-            return error_response(error)
+        model.require(name)
         return json_response(card)
