@@ -37,6 +37,7 @@ _VALUE_BYTES = 100  # the approximate size of one entry of a dict or tuple of pa
 REDACTED = -1  # stands for each token id of a prompt that is not recorded
 # An array of one number with a stride of 0, made once because broadcasting takes longer than slicing.
 _REDACTED = np.broadcast_to(np.int64(REDACTED), (1 << 20,))
+_NOT_KEPT: I32 = np.zeros(0, np.int32)
 
 Serials = tuple[tuple[str, int], ...]  # Points, each as the name of its stream and its serial
 
@@ -235,10 +236,10 @@ class FlightRecorder:
                 self._num_bytes -= sizes[id(run)]
 
     def _without_prompt(self, chunk: Chunk) -> Chunk:
-        """``chunk`` without what images add, and with its prompt tokens withheld unless --flight-recorder-prompts is
-        set."""
-        if chunk.image_rows is not None or chunk.axes is not None:
-            chunk = replace(chunk, image_rows=None, axes=None)
+        """``chunk`` without what images add and drafts are looked up in, and with its prompt tokens withheld unless
+        --flight-recorder-prompts is set."""
+        if chunk.image_rows is not None or chunk.axes is not None or len(chunk.looked_up):
+            chunk = replace(chunk, image_rows=None, axes=None, looked_up=_NOT_KEPT)
         if self.config.server_args.flight_recorder_prompts:
             return chunk
         history = chunk.history

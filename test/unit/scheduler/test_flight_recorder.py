@@ -20,6 +20,7 @@ from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.scheduler import control, flight_dump, flight_recorder
 from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
 
@@ -157,6 +158,24 @@ def test_prompts_only_when_asked_for(prompts: bool) -> None:
         assert [seq["token_ids"] for seq in seqs] == [None] * 3
         assert [seq["following"] for seq in seqs] == [[-1], [-1], []] and seqs[-1]["history"][0] == len(PROMPT)
     assert b"secret" not in dump_json(driver.scheduler.recorder, "test"), "stop strings are words"
+
+
+def test_what_drafts_are_looked_up_in_is_not_kept() -> None:
+    """Chunks bring whole prompts again for it, which nobody has asked to keep and no limit counts."""
+    driver = make_driver(max_step_tokens=8, speculative_algorithm="NGRAM")
+    launch = driver.worker.launch
+    num_told: list[int] = []
+
+    def watched(batch: StepBatch) -> ForwardResult | HeldStep:
+        num_told.extend([len(chunk.looked_up) for chunk in batch.chunks])
+        return launch(batch)
+
+    driver.worker.launch = watched  # type: ignore[method-assign]
+    driver.send(request("r", PROMPT, max_new_tokens=3, ignore_eos=True))
+    driver.run()
+    assert sum(num_told) == len(PROMPT)
+    chunks = [chunk for step in driver.scheduler.recorder.snapshot()[0] for chunk in step.batch.chunks]
+    assert len(chunks) == len(num_told) and not any(len(chunk.looked_up) for chunk in chunks)
 
 
 def test_those_that_leave_say_why_and_what_was_held(caplog: pytest.LogCaptureFixture) -> None:
