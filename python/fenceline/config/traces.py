@@ -37,11 +37,11 @@ def traces_config(args: ServerArgs) -> TracesConfig | None:
     url = given if separator else f"http://{given}"
     if scheme == "grpc" and separator:
         url = f"http://{rest}"
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        host = port = None
+        parts, host, port = urlsplit(""), None, None
     require(
         parts.scheme in ("http", "https") and bool(host),
         f"{_OPTION} {given}: give the URL of a collector, such as http://localhost:4317 (gRPC) or"

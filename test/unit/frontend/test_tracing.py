@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -240,8 +241,9 @@ def test_enable_trace_is_sglangs_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traces_config(args(enable_trace=True)) == TracesConfig(endpoint="http://localhost:4317", protocol="grpc")
     both = traces_config(args("http://host:4318", enable_trace=True))
     assert both is not None and both.endpoint == "http://host:4318/v1/traces"
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint unix:///x: give the URL of a collector"):
-        traces_config(args("unix:///x"))
+    for wrong in ("unix:///x", "http://[::1", "http://host:99999"):
+        with pytest.raises(ConfigError, match=f"endpoint {re.escape(wrong)}: give the URL of a collector"):
+            traces_config(args(wrong))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL=http/json: use one of grpc, http/protobuf"):
         traces_config(args(enable_trace=True))
