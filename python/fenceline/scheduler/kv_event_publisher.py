@@ -7,6 +7,9 @@ consumer: one that is too slow loses batches, sees a gap in their numbers, and a
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -61,20 +64,22 @@ class KVEventPublisher:
         logger.info("Publishing KV events at %s", config.endpoint)
 
     def _open(self, kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set(zmq.SNDHWM, hwm)
-        socket.set(zmq.LINGER, _LINGER_MS)
-        socket.set(zmq.IPV6, 1)
-        socket.set(zmq.MAXMSGSIZE, _MOST_RECEIVED_NBYTES)
+        opened = self._context.socket(kind)
+        opened.set(zmq.SNDHWM, hwm)
+        opened.set(zmq.LINGER, _LINGER_MS)
+        opened.set(zmq.IPV6, 1)
+        opened.set(zmq.MAXMSGSIZE, _MOST_RECEIVED_NBYTES)
         try:
+            if endpoint.startswith("ipc:"):
+                _check_free(endpoint)
             if kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc:"):
-                socket.bind(endpoint)
+                opened.bind(endpoint)
             else:  # as in vLLM and SGLang: a consumer listens there
-                socket.connect(endpoint)
+                opened.connect(endpoint)
         except zmq.ZMQError as error:
             why = zmq.strerror(error.errno or 0)
             raise ConfigError(f"--kv-events-config: cannot use {endpoint} ({why}): name one that is free") from error
-        return socket
+        return opened
 
     def publish(self) -> None:
         """Publish what has been noted since the last call, as one batch. Called once a step; never waits."""
@@ -134,6 +139,18 @@ class KVEventPublisher:
             if number >= first:
                 replay.send_multipart((*address, self._topic, _seq(number), payload))
         replay.send_multipart((*address, b"", _END, b""))
+
+
+def _check_free(endpoint: str) -> None:
+    """Raise ConfigError if the path of ``endpoint`` is a file or another server's socket: ZeroMQ would replace both."""
+    path = endpoint.removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:  # there is nothing, or nobody listens any more
+            if not os.path.lexists(path) or stat.S_ISSOCK(os.lstat(path).st_mode):
+                return
+    raise ConfigError(f"--kv-events-config: cannot use {endpoint} (it is in use): name one that is free")
 
 
 def _seq(number: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,6 +186,21 @@ def test_a_stranger_takes_no_memory(config: KVEventsConfig, closing: list[KVEven
     assert ended.poll(PATIENCE_MS), "it stays connected"
     stranger.replay.disable_monitor()
     assert consumer.replayed(0) == {}
+
+
+def test_a_file_and_a_socket_in_use_are_not_replaced(
+    config: KVEventsConfig, closing: list[KVEventPublisher | Consumer], tmp_path: Path
+) -> None:
+    closing.append(KVEventPublisher(config, KVEventLog(4)))
+    (tmp_path / "notes").write_text("mine")
+    for path in ("events", "notes"):
+        with pytest.raises(ConfigError, match=f"cannot use ipc://{tmp_path}/{path} .*name one that is free"):
+            KVEventPublisher(dataclasses.replace(config, endpoint=f"ipc://{tmp_path}/{path}"), KVEventLog(4))
+    assert (tmp_path / "notes").read_text() == "mine"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "left"))  # by a server that died
+    again = dataclasses.replace(config, endpoint=f"ipc://{tmp_path}/left", replay_endpoint=None)
+    closing.append(KVEventPublisher(again, KVEventLog(4)))
 
 
 def test_replicas_have_ports_of_their_own(closing: list[KVEventPublisher | Consumer]) -> None:
