@@ -170,13 +170,20 @@ class _Server:
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise ValueError(_message(event))
-                for choice in event.get("choices", ()):
-                    for name in ("reasoning_content", "content"):
-                        if piece := choice.get("delta", {}).get(name):
-                            yield name == "content", piece
+                yield from self._pieces(data)
+
+    def _pieces(self, data: bytes) -> list[tuple[bool, str]]:
+        """The pieces in one event of a stream. Raises ValueError if it tells an error, or has another form."""
+        try:
+            event = json.loads(data)
+            error = event.get("error")
+            deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+            pieces = [(name == "content", d.get(name)) for d in deltas for name in ("reasoning_content", "content")]
+        except (ValueError, AttributeError, TypeError):
+            raise ValueError(f"{self.url}: streams no answer as OpenAI's API does: {_message(data)[:80]}") from None
+        if error:
+            raise ValueError(_message(event))
+        return [(is_answer, str(piece)) for is_answer, piece in pieces if piece]
 
     @contextlib.contextmanager
     def _ask(self, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:

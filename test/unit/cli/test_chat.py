@@ -150,6 +150,16 @@ def test_ctrl_c_stops_an_answer_which_is_kept_so_far(server: Scripted, monkeypat
     assert chat(monkeypatch, server.url, "-q", "Hi") == 130
 
 
+@pytest.mark.parametrize("event", [5, [], {"choices": 5}, {"choices": [5]}, {"choices": [{"delta": "x"}]}])
+def test_another_form_of_answers_is_a_line(
+    event: object, server: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.events = [{"choices": [{"delta": None}], "error": None}, {"choices": None}, event]
+    assert chat(monkeypatch, server.url, "-q", "Hi") == 1
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"fenceline chat: {server.url}: streams no answer as OpenAI's API does: ")
+
+
 @pytest.mark.parametrize("models", [[], {"data": []}, {"data": ["x"]}, "Welcome!"])
 def test_a_server_without_models_is_a_line(
     models: object, server: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
