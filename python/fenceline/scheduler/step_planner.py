@@ -112,9 +112,11 @@ class StepPlanner:
 
     def may_prefill(self) -> bool:
         """Whether some prompt waits for a step, and no decode step has to come first."""
-        has_row = self._threshold is not None or self.memory.rows.num_free > 0
-        if self.population.chunked is None and not (self.waiting.num_reqs and has_row):
-            return False
+        if self.population.chunked is None:
+            if not self.waiting.num_reqs:
+                return False
+            if self._threshold is None and not self.memory.rows.num_free:
+                return False
         if not len(self.running):
             self._in_row = 0  # no running request waits for a decode step
             return True
