@@ -175,6 +175,8 @@ def check(args: BenchArgs) -> None:
     _check_files(args)
     if any("=" not in pair for pair in args.header):
         raise ValueError("--header takes KEY=VALUE pairs, as in --header X-Trace=1 X-Team=infra")
+    if not all(text.isprintable() for text in (args.api_key or "", *args.header)):
+        raise ValueError("--api-key, OPENAI_API_KEY and --header are single lines of printable characters: check them")
     if args.tokenize_prompt and backend_kind(args.backend) == "chat":
         raise ValueError(f"--tokenize-prompt cannot be used with {args.backend}: chat endpoints take text only")
     if args.check_determinism and backend_kind(args.backend) == "embeddings":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,4 +71,4 @@ def compare_results(first: str, second: str) -> str:
 
 
 def _ratio(first: float, second: float) -> str:
-    return f"{second / first:.3f}" if first else ""
+    return f"{second / first:.3f}" if first and math.isfinite(first) else ""

@@ -297,6 +297,8 @@ WRONG = {
     "--plot /nowhere/run.html": "--plot /nowhere/run.html: cannot be written",
     "--output-file /nowhere/run.jsonl": "--output-file /nowhere/run.jsonl: cannot be written",
     "--compare /nowhere/a /nowhere/b": "--compare /nowhere/a: ",
+    "--api-key a\x07b": "--api-key, OPENAI_API_KEY and --header are single lines",
+    "--header X=\x07": "--api-key, OPENAI_API_KEY and --header are single lines",
     "--burstiness 0": "--burstiness 0.0: must be positive",
     "--burstiness 2": "--burstiness 2.0: nothing arrives at a rate",
     "--ramp-up-start-rps 1": "--ramp-up-start-rps and --ramp-up-end-rps need",
@@ -379,7 +381,7 @@ def test_two_result_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     ours, theirs = tmp_path / "ours.jsonl", tmp_path / "vllm.json"
     old = {"request_throughput": 1.0, "seed": 9}
     new = {"request_throughput": 4.0, "mean_e2e_latency_ms": 50.0, "mean_ttft_ms": 8.0, "failed": 0, "seed": 1}
-    new["request_rate"] = float("inf")
+    new["request_rate"] = new["max_goodput_rate"] = float("inf")
     ours.write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
     vllm = {"request_throughput": 5.0, "mean_e2el_ms": 25.0, "mean_ttft_ms": 10, "p99_itl_ms": 3.0, "failed": 2}
     theirs.write_text(json.dumps(vllm | {"request_rate": "inf", "burstiness": 1.0, "seed": 1}, indent=1))
@@ -395,7 +397,8 @@ def test_two_result_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
         "| Mean E2E latency (ms) | 50.00 | 25.00 | 0.500 |",
     ]
     assert main(["--compare", str(ours), str(ours)]) == 0
-    assert "in A" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "in A" not in printed and "| Highest rate within the limits | inf | inf |  |" in printed
     theirs.write_text("[1, 2]")
     assert main(["--compare", str(ours), str(theirs)]) == 1
     assert "no result of a run" in capsys.readouterr().err
