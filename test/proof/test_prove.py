@@ -88,7 +88,7 @@ SEEN_FIRST = {
     "row_delta": 2,
     "schedule_after_forward@InputRing.upload": 4,
     "staging_reuse@InputRing.upload": 3,
-    "step_images": 62,
+    "step_images": 122,
 }
 
 

@@ -89,7 +89,8 @@ def test_a_server_whose_weights_are_being_replaced_is_healthy(updating: bool) ->
     async def submit_many(probes: object) -> None:
         raise Submitted
 
-    config = SimpleNamespace(model=SimpleNamespace(bos_token_id=1), server_args=SimpleNamespace(dp_size=1))
+    model = SimpleNamespace(bos_token_id=1, embeds=False)
+    config = SimpleNamespace(model=model, server_args=SimpleNamespace(dp_size=1))
     control = SimpleNamespace(updating=updating)
     manager = SimpleNamespace(serving=True, control=control, submit_many=submit_many, last_news=[0.0])
     api = cast(NativeApi, SimpleNamespace(_manager=manager, _config=config))

@@ -218,7 +218,7 @@ def test_a_tail_and_what_moves_with_it_wait_for_all_users() -> None:
     transfers = RecordedTransfers(tiers)
     hicache = SimpleNamespace(storage=None, load_back_threshold=1)
     args = SimpleNamespace(page_size=PAGE, hicache_write_policy="write_through")
-    config = cast("EngineConfig", SimpleNamespace(hicache=hicache, server_args=args, speculative=None))
+    config = cast("EngineConfig", SimpleNamespace(hicache=hicache, server_args=args, draft=None))
     cache = HiCache(tiers.pool, cast("Transfers", transfers), config)
     steps, loads, stores = (stream.record() for stream in (tiers.forward, tiers.load, tiers.store))
     [host_page], _ = tiers.host_pool.alloc(1) or ([0], None)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,11 +32,15 @@ def test_the_package_is_tidy() -> None:
 
 
 def test_the_wheel_holds_the_product_alone() -> None:
-    setuptools = pytest.importorskip("setuptools")
+    if find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed")
     settings = tomllib.loads((setup_env.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     find = settings["packages"]["find"]
     (source,) = find["where"]
-    packages = setuptools.find_packages(str(setup_env.ROOT / source), include=find["include"])
+    # In a process of its own: setuptools does not load behind another test's distutils.
+    code = "import setuptools, sys; print(*setuptools.find_packages(sys.argv[1], include=sys.argv[2:]))"
+    command = [sys.executable, "-c", code, str(setup_env.ROOT / source), *find["include"]]
+    packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert {name.split(".")[0] for name in packages} == {tidy.PACKAGE} and "fenceline.scheduler" in packages
     assert all((setup_env.ROOT / source / name / "__init__.py").is_file() for name in tidy.BESIDE)
 
