@@ -20,7 +20,7 @@ from vision_server import save_vision_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the extra 'test' is not installed: no playwright")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** `code`"
 DOT = written(picture(8, 8), "GIF")
 OpenPage = Callable[..., Any]
@@ -422,7 +422,6 @@ def remove_buttons(page: Any) -> Any:
     return page.get_by_role("list", name="Images to send").get_by_role("button")
 
 
-@pytest.mark.long
 def test_images_are_chosen_pasted_dropped_and_sent(vision: LiveServer, open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(vision)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])

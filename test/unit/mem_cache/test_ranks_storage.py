@@ -173,6 +173,7 @@ def _raise(*args: object) -> list[bool]:
     raise OSError("the disk of rank 1 is gone")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["raises", "finds nothing", "reads some"])
 @pytest.mark.parametrize("policy", ["wait_complete", "best_effort"])
 def test_a_failure_of_one_rank_s_storage_is_a_miss_on_all(

@@ -241,6 +241,7 @@ def _published(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> str
     return str(folder / name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors-int4-zeros", "fp8-static", "fp8-blocks"])
 def test_quantised_weights_are_replaced_by_ones_of_their_format(name: str, changed: str, tmp_path: Path) -> None:
     old, new = (

@@ -93,6 +93,7 @@ def test_tokens_are_those_of_the_reference(
         assert bool((best - chosen < 1e-3).all())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
