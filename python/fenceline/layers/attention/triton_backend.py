@@ -332,6 +332,18 @@ class _Plan(AttentionPlan):
     def _queries(self) -> tuple[PagedRequests, QueryTree]:
         """The queries as those of requests that have the same number of them."""
 
+    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._run(layer_id, q, scale, None)
+
+    def forward_into(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        self._run(layer_id, q, scale, out)
+
+    @abstractmethod
+    def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
+        """See ``forward``; keys and values are read from the pool. ``out``: where the result goes, if given."""
+
     def select(self, layer_id: int, index: IndexQueries) -> Sequence[torch.Tensor]:
         assert index.best is first_of_best, "the kernel has no other order (guard tie_order)"
         if self._longest <= index.top_k:
@@ -389,14 +401,6 @@ class _DecodePlan(_Plan):
     def _queries(self) -> tuple[PagedRequests, QueryTree]:
         return self.requests, self.tree
 
-    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        return self._run(layer_id, q, scale, None)
-
-    def forward_into(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
-        self._run(layer_id, q, scale, out)
-
     def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
         pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
         keys, values = (pool.row(layer_id, name) for name in rules.rows)
@@ -420,14 +424,6 @@ class _ExtendPlan(_Plan):
             rows, seq_lens = self._inputs.each_query()
             self._each = replace(self._requests, rows=rows, seq_lens=seq_lens)
         return self._each, QueryTree(1, 1)
-
-    def forward(self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        return self._run(layer_id, q, scale, None)
-
-    def forward_into(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
-        self._run(layer_id, q, scale, out)
 
     def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
         pool, query_starts = self._backend.kv_pool, self._inputs.query_starts
