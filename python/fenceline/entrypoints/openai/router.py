@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -10,7 +12,7 @@ from starlette.responses import Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.access import for_clients
 from fenceline.entrypoints.anthropic.serving_messages import MessagesServing
-from fenceline.entrypoints.body_parser import BodyParser
+from fenceline.entrypoints.body_parser import BodyParser, Parse
 from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel, answer_id
 from fenceline.entrypoints.openai.chat_template import chat_template_of
@@ -24,6 +26,9 @@ from fenceline.entrypoints.openai.serving_rerank import RerankServing
 from fenceline.entrypoints.openai.serving_responses import ResponsesServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
+
+B = TypeVar("B", CompletionBody, ChatBody, EmbeddingBody, RerankBody, ScoreBody)
+R = TypeVar("R")
 
 
 def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) -> APIRouter:
@@ -40,45 +45,41 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     for serving in (ResponsesServing(chat, model, parser), MessagesServing(chat, model, manager, parser)):
         router.routes.extend(serving.router().routes)
 
+    async def answer(
+        request: Request, parse: Parse[B], prefix: str, respond: Callable[[B, AnswerHead, Request], Awaitable[R]]
+    ) -> R:
+        """What ``respond`` makes of the body, under an id that begins with ``prefix``."""
+        body = await parser.parse(request, parse)
+        with answer_id(prefix, body, request, manager) as rid:
+            return await respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
+
     @router.post("/v1/completions")
     @for_clients
     async def create_completion(request: Request) -> Response:
         """Continue a prompt: text, token ids or a batch of either."""
-        body = await parser.parse(request, _parse_completion)
-        with answer_id("cmpl-", body, request, manager) as rid:
-            return await completions.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
+        return await answer(request, _parse_completion, "cmpl-", completions.respond)
 
     @router.post("/v1/chat/completions")
     @for_clients
     async def create_chat_completion(request: Request) -> Response:
         """Write the assistant's next message of a conversation."""
-        body = await parser.parse(request, _parse_chat)
-        with answer_id("chatcmpl-", body, request, manager) as rid:
-            return await chat.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
+        return await answer(request, _parse_chat, "chatcmpl-", chat.respond)
 
     @router.post("/v1/embeddings")
     @for_clients
     async def create_embeddings(request: Request) -> Response:
         """Embed a text, token ids or a batch of either."""
-        body = await parser.parse(request, _parse_embedding)
-        with answer_id("embd-", body, request, manager) as rid:
-            return await embeddings.respond(body, AnswerHead.now(rid, model.name_for(body.model)), request)
+        return await answer(request, _parse_embedding, "embd-", embeddings.respond)
 
     @for_clients
     async def rerank(request: Request) -> Response:
         """Order documents by how well they answer a query."""
-        body = await parser.parse(request, _parse_rerank)
-        with answer_id("rerank-", body, request, manager) as rid:
-            head = AnswerHead.now(rid, model.name_for(body.model))
-            return json_response(await relevance.rerank(body, head, request))
+        return json_response(await answer(request, _parse_rerank, "rerank-", relevance.rerank))
 
     @for_clients
     async def score(request: Request) -> Response:
         """Score pairs of texts, or how likely given tokens are to follow a text."""
-        body = await parser.parse(request, _parse_score)
-        with answer_id("score-", body, request, manager) as rid:
-            head = AnswerHead.now(rid, model.name_for(body.model))
-            return json_response(await relevance.score(body, head, request))
+        return json_response(await answer(request, _parse_score, "score-", relevance.score))
 
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         router.add_api_route(path, rerank, methods=["POST"])
