@@ -94,6 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first round's load; the next ones count on")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one load may take")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
+    parser.add_argument("--fewer", type=int, default=1, metavar="N", help="an N-th of the requests, one wave at least")
     parser.add_argument(
         "--goodput", nargs="+", default=[], help="search the highest rate within limits, as run.py does"
     )

@@ -172,6 +172,7 @@ def _wait(client: subprocess.Popen[bytes], server: BenchServer, timeout_s: float
 def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace) -> Row:
     """Warm up and run one load. Raises ServerDied."""
     load = ALL_LOADS[key].eighth() if args.quick else ALL_LOADS[key]
+    load = replace(load, num_prompts=max(load.num_prompts // args.fewer, load.concurrency))
     name, vocab = f"{shape}-{key}", num_plain_tokens(shape)
     try:
         prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS)
@@ -278,6 +279,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one load may take")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
+    parser.add_argument("--fewer", type=int, default=1, metavar="N", help="an N-th of the requests, one wave at least")
     parser.add_argument(
         "--goodput", nargs="+", default=[], help="search the highest rate within these limits, as in ttft:500 tpot:25"
     )
