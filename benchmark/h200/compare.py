@@ -89,6 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", default=["0.6b", "8b"], choices=list(SHAPES))
     parser.add_argument("--load", nargs="+", choices=list(ALL_LOADS), help="requests at a time (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load on each side")
+    parser.add_argument("--bench-args", default="", help="more flags for bench_serving, as one word")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
     parser.add_argument("--seed", type=int, default=1, help="of the first round's load; the next ones count on")

@@ -7,11 +7,12 @@
         --server-args "--max-total-tokens 150000 --cuda-graph-bs 64"
 
 Requests decode in steady state in the scheduler's real loop, without HTTP. "step" is the wall time of a step without a
-profiler, "CPU" the loop's own part of it. The other figures come from a profile of --profiled steps: "busy" is the
-share of the time in which a kernel or a copy ran, from the beginning of the first one to the end of the last one, and
-"kernels" their number in a step. The table has the kernels that took the most time, with their calls and microseconds
-per step. A kernel that begins before the preceding one has ended waits for most of its time; "added" is the time that
-it takes after all preceding ones have ended, and these times add up to the busy part of the step.
+profiler, "CPU" the loop's own part of it, "prompts" the time in which those of all requests were computed. The other
+figures come from a profile of --profiled steps: "busy" is the share of the time in which a kernel or a copy ran, from
+the beginning of the first one to the end of the last one, and "kernels" their number in a step. The table has the
+kernels that took the most time, with their calls and microseconds per step. A kernel that begins before the preceding
+one has ended waits for most of its time; "added" is the time that it takes after all preceding ones have ended, and
+these times add up to the busy part of the step.
 
 With several --memory-check an engine for each exists at the same time (--max-total-tokens lets them fit), and they
 decode in turns: a step is the median over --turns, and a last table shows the kernels that differ from the first one's.
@@ -54,10 +55,13 @@ def measure(engines: dict[str, InProcessEngine], batch: int, args: argparse.Name
     """Print one batch size."""
     turns = args.turns if len(engines) > 1 else 1
     num_steps = _WARM_STEPS + turns * args.steps + args.profiled + 16
-    for engine in engines.values():
+    prompts_s: dict[str, float] = {}
+    for check, engine in engines.items():
+        begin = time.perf_counter()
         engine.submit(batch, args.prompt_len, [num_steps * engine.runner.max_step_tokens])
         while len(engine.scheduler.running) < batch:
             engine.step()
+        prompts_s[check] = time.perf_counter() - begin
         for _ in range(_WARM_STEPS):
             engine.step()
     took: dict[str, list[tuple[float, float]]] = {check: [] for check in engines}
@@ -74,7 +78,8 @@ def measure(engines: dict[str, InProcessEngine], batch: int, args: argparse.Name
     for check, engine in engines.items():
         step_ms, cpu_ms = (statistics.median(column) for column in zip(*took[check], strict=True))
         which = f", --memory-check {check}" if len(engines) > 1 else ""
-        print(f"batch {batch}{which}: step {step_ms:.3f} ms, CPU {cpu_ms:.3f} ms", end="", flush=True)
+        print(f"batch {batch}{which}: step {step_ms:.3f} ms, CPU {cpu_ms:.3f} ms", end="")
+        print(f", prompts {prompts_s[check]:.2f} s", end="", flush=True)
         if engine.device.kind == "cuda":
             found = profiled(engine, args.profiled)
             calls = found.calls.total() / args.profiled

@@ -6,6 +6,7 @@
         --server-args "--enable-mixed-chunk --max-inter-token-ms 30"    # and without: who decodes while prompts come
     python benchmark/h200/run.py --shape 8b --load stalls-64 --goodput ttft:500 tpot:25 --timeout 900
     python benchmark/h200/run.py --shape qwen2.5-vl-7b             # with images: each new, or seen before
+    python benchmark/h200/run.py --shape minicpm-sala --server-args "--page-size 64" --load 32 long-16
     python benchmark/h200/run.py --shape tiny --quick              # on any machine: whether it works at all
 
 Each shape's server runs with dummy weights and otherwise default flags (--server-args adds some). Each load is warmed
@@ -35,7 +36,7 @@ from bench_server import BenchServer, ServerDied
 from shapes import SHAPES, has_tower, make_model_dir, num_plain_tokens
 
 _WARMUP_OUTPUT_LEN = 16
-_MOST_WARMUP_PROMPTS = 64
+_MOST_WARMUP_PROMPTS, _MOST_WARMUP_TOKENS = 64, 2**17
 _DYING_S = 3.0  # a server whose scheduler has died ends within this time; its requests fail a little earlier
 
 
@@ -99,7 +100,8 @@ STALL_LOADS = {
     "stalls-128": Load(512, 128, 128, 1024, range_ratio=0.5),
     "stalls-16": Load(8192, 256, 16, 96),
 }
-ALL_LOADS = IMAGE_LOADS | STALL_LOADS | LOADS
+LONG_LOADS = {"long-16": Load(65_536, 128, 16, 16), "long-64": Load(32_768, 128, 64, 64)}
+ALL_LOADS = IMAGE_LOADS | STALL_LOADS | LONG_LOADS | LOADS
 SGLANG = {
     ("0.6b", "1"): Figures(601, 11.8, 1.62),
     ("0.6b", "32"): Figures(15487, 32, 2.00),
@@ -175,12 +177,12 @@ def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace)
     load = replace(load, num_prompts=max(load.num_prompts // args.fewer, load.concurrency))
     name, vocab = f"{shape}-{key}", num_plain_tokens(shape)
     try:
-        prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS)
+        prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS, -(-_MOST_WARMUP_TOKENS // load.input_len))
         warmup = replace(load, output_len=_WARMUP_OUTPUT_LEN, num_prompts=prompts)
-        bench(server, warmup, vocab, args.out, f"{name}-warmup", args.seed + 1000, args.timeout)
-        extra: list[str] = []
+        extra = shlex.split(args.bench_args)
+        bench(server, warmup, vocab, args.out, f"{name}-warmup", args.seed + 1000, args.timeout, extra)
         if args.goodput:  # requests arrive when they do, however many there are
-            extra = ["--goodput", *args.goodput, "--find-max-goodput", "--max-concurrency", str(load.num_prompts)]
+            extra += ["--goodput", *args.goodput, "--find-max-goodput", "--max-concurrency", str(load.num_prompts)]
         result = bench(server, load, vocab, args.out, name, args.seed, args.timeout, extra)
     except RuntimeError as error:
         server.raise_if_dead(_DYING_S)
@@ -274,6 +276,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="all: 0.6b and 8b")
     parser.add_argument("--load", nargs="+", choices=list(ALL_LOADS), help="requests at a time (default: all)")
     parser.add_argument("--server-args", default="", help="more flags for the server, as one word")
+    parser.add_argument("--bench-args", default="", help="more flags for bench_serving, as one word")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
     parser.add_argument("--seed", type=int, default=1)

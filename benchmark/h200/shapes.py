@@ -28,6 +28,7 @@ SHAPES = {
     "deepseek-v3-cut": "deepseek-v3-cut",  # 11 of 61 layers in FP8, 8 of them with experts: what fits in one H200
     "glm-5-cut": "glm-5-cut",  # 11 of 78
     "qwen3-next-fp8": "qwen3-next-80b-fp8",  # the whole model, with states
+    "minicpm-sala": "minicpm-sala",
     "qwen2.5-7b": "qwen2.5-7b",
     "qwen2.5-vl-7b": "qwen2.5-vl-7b",  # the same with a tower; config.json as published, and preprocessor_config.json
     "tiny": "tiny",

@@ -129,6 +129,7 @@ def test_configs_name_no_code() -> None:
             "GlmMoeDsaForCausalLM",
             "GptOssForCausalLM",
             "LlamaForCausalLM",
+            "MiniCPMSALAForCausalLM",
             "Qwen2ForCausalLM",
             "Qwen2_5_VLForConditionalGeneration",
             "Qwen3ForCausalLM",
@@ -136,6 +137,12 @@ def test_configs_name_no_code() -> None:
             "Qwen3NextForCausalLM",
         )
         assert "auto_map" not in config
+
+
+def test_the_shape_with_lightning_attention_is_the_published_one() -> None:
+    published = json.loads((FOLDER.parents[1] / "test" / "support" / "published_configs.json").read_text())
+    ours = json.loads((FOLDER / "models" / "minicpm-sala" / "config.json").read_text())
+    assert ours | {"auto_map": published["MiniCPM-SALA"]["config"]["auto_map"]} == published["MiniCPM-SALA"]["config"]
 
 
 def test_the_llama_shape_is_the_real_one(tmp_path: Path) -> None:
