@@ -21,7 +21,9 @@ decode in turns: a step is the median over --turns, and a last table shows the k
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -156,3 +158,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # with several ranks NCCL's threads may hang in a destructor

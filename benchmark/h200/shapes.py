@@ -57,20 +57,20 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> Tokenizer:
-    """A tokenizer with single bytes, letter pairs, pairs of pairs, and most of them again after a space. Takes about a
-    second."""
+def make_tokenizer(num_plain: int = NUM_PLAIN_TOKENS) -> Tokenizer:
+    """A tokenizer with single bytes, letter pairs, pairs of pairs, and most of them again after a space, ``num_plain``
+    in all, and the special tokens behind them. Takes about a second."""
     letters = string.ascii_lowercase
     pairs = [a + b for a, b in itertools.product(letters, letters)]
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(pair[0], pair[1]) for pair in pairs]
     merges += [("Ġ", pair) for pair in pairs]
-    num_words = NUM_PLAIN_TOKENS - len(tokens) - len(merges)
+    num_words = num_plain - len(tokens) - len(merges)
     words = list(itertools.islice(itertools.product(pairs, pairs), (num_words + 1) // 2))
     merges += words
     merges += [("Ġ", first + second) for first, second in words[: num_words // 2]]
     tokens += [first + second for first, second in merges]
-    assert len(set(tokens)) == NUM_PLAIN_TOKENS
+    assert len(set(tokens)) == num_plain
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -116,7 +116,7 @@ def make_model_dir(shape: str, parent: Path) -> Path:
     if (folder / "tokenizer_config.json").is_file():
         return folder
     shutil.copytree(_config_file(shape).parent, folder, dirs_exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
+    make_tokenizer(num_plain_tokens(shape)).save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",

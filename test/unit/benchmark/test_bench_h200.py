@@ -44,6 +44,15 @@ def test_the_tokenizer_is_as_large_as_the_real_one(tmp_path: Path) -> None:
     assert tokenizer.decode([151935]) == ""  # the model's padding of the vocabulary
 
 
+def test_the_tokenizer_belongs_to_a_model_of_fewer_tokens(tmp_path: Path) -> None:
+    from shapes import make_model_dir, num_plain_tokens
+
+    tokenizer = load_tokenizer(make_model_dir("llama-8b", tmp_path))
+    assert num_plain_tokens("llama-8b") < tokenizer.vocab_size <= 128256
+    text = "Twelve foxes, and 30 dogs."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 @pytest.mark.parametrize(("shape", "layers", "parameters"), [("0.6b", 28, 0.596e9), ("8b", 36, 8.19e9)])
 def test_shapes_are_the_real_ones(tmp_path: Path, shape: str, layers: int, parameters: float) -> None:
     from shapes import make_model_dir
