@@ -5,74 +5,34 @@ Each test says which multiprocessors (SMs) ran the blocks of a kernel. ``SM_PART
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "h200"))
+
+from sm_partitions import Partition, num_sms, split
+
 pytestmark = pytest.mark.gpu
 
-_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
-_OWN_STREAM = _NON_BLOCKING = 1  # CU_GREEN_CTX_DEFAULT_STREAM, CU_STREAM_NON_BLOCKING
 _NUM_BLOCKS = 2048
-
-
-class _Resource(ctypes.Structure):
-    """``CUdevResource`` of SMs, of CUDA 12.4 and later."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("pad", ctypes.c_ubyte * 92),
-        ("num_sms", ctypes.c_uint),
-        ("rest", ctypes.c_ubyte * 44),
-    )
-
-
-@dataclass
-class Partition:
-    """A stream whose kernels run on ``num_sms`` SMs of their own."""
-
-    num_sms: int
-    stream: torch.cuda.Stream
-    seen: dict[str, list[int]] = field(default_factory=dict)
-
-
-def _call(name: str, *args: object) -> None:
-    error = getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
-    assert error == 0, f"{name}: CUDA error {error}"
-
-
-def _partition(resource: _Resource) -> Partition:
-    description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    _call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), 1)
-    _call("cuGreenCtxCreate", ctypes.byref(context), description, torch.cuda.current_device(), _OWN_STREAM)
-    _call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, _NON_BLOCKING, 0)
-    return Partition(resource.num_sms, torch.cuda.ExternalStream(stream.value))
 
 
 @pytest.fixture(scope="module")
 def parts() -> Iterator[tuple[Partition, Partition]]:
     """Three quarters of the GPU, about, and the rest: one split, of which both parts are used."""
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    whole, first, rest = _Resource(), _Resource(), _Resource()
-    num_groups = ctypes.c_uint(1)
-    _call("cuDeviceGetDevResource", torch.cuda.current_device(), ctypes.byref(whole), _SM)
-    _call(
-        "cuDevSmResourceSplitByCount", ctypes.byref(first), ctypes.byref(num_groups), ctypes.byref(whole),
-        ctypes.byref(rest), 0, ctypes.c_uint(whole.num_sms * 3 // 4),
-    )  # fmt: skip
-    assert num_groups.value == 1
-    pair = _partition(first), _partition(rest)
+    whole = num_sms()
+    pair = split(whole * 3 // 4)
     yield pair
     if path := os.environ.get("SM_PARTITIONS"):
         with open(path, "w") as file:
-            json.dump({"whole": whole.num_sms, "parts": [[one.num_sms, one.seen] for one in pair]}, file)
+            json.dump({"whole": whole, "parts": [[one.num_sms, one.seen] for one in pair]}, file)
 
 
 @pytest.fixture(scope="module")
