@@ -3,7 +3,7 @@
     python benchmark/h200/exact.py run --out DIR --model demo --device cpu --seconds 600        # a piece
     python benchmark/h200/exact.py run --out DIR --model 0.6b --configs eagle3_tree everything --jitter 7
     python benchmark/h200/exact.py sum DIR                                                      # all pieces
-    python benchmark/h200/exact.py severed --out DIR --lanes 8 --seconds 60                     # the witness itself
+    python benchmark/h200/exact.py severed --out DIR --lanes 32 --gpus 0 1 2 3                  # the witness itself
 
 A pool of requests of every kind is answered once by a quiet server that has nothing else to do and shares no prefix:
 the reference. Then servers with graphs, tiers, drafts, retractions and so on answer them again and again in random
@@ -26,8 +26,10 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -63,6 +65,7 @@ _ANSWER = 48  # most tokens of an answer
 _MOST_ERRORS = 20  # after as many, or as many different answers, a configuration ends early
 _TIMEOUT_S = 300.0
 _FLUSH = f"/flush_cache?timeout={_TIMEOUT_S - 10:g}"  # a busy CPU takes minutes for what is pending
+_HANGS_S = 20.0  # after as long past its end a severed piece does not end
 _LEAST_S = 5.0  # of a configuration, however long the server's start has taken
 
 
@@ -563,30 +566,35 @@ def run(args: argparse.Namespace) -> int:
 
 def severed(args: argparse.Namespace) -> int:
     """``severed``: the exit code, which is 1 if the intact server shows anything. --seconds are those of each name; the
-    intact server has a minute more, in which the quiet one answers."""
+    intact server has --quiet more, in which the quiet one answers."""
 
-    def piece(name: str | None) -> tuple[list[Json], str]:
+    def piece(name: str | None, gpus: str | None) -> tuple[list[Json], str]:
         """Its lines, and what its process said last."""
         folder = args.out / (name or "intact")
         folder.mkdir(parents=True, exist_ok=True)
         if name is not None:
             for reference in (args.out / "intact").glob("reference-*.json"):
                 shutil.copy(reference, folder)
-        seconds = args.seconds + (60 if name is None else 0)
-        command = [sys.executable, __file__, "run", f"--out={folder}", f"--seconds={seconds}"]
+        seconds = args.seconds + (args.quiet if name is None else 0)
+        command = ["timeout", "-k", "30", str(seconds + _HANGS_S), sys.executable, __file__, "run"]
+        command += [f"--out={folder}", f"--seconds={seconds}"]
         command += [f"--model={args.model}", f"--device={args.device}", f"--identity={args.identity}"]
         command += [f"--jitter={args.seed}", f"--requests={args.requests}", f"--longest={args.longest}"]
         command += ["--configs", *args.configs, *(["--sever", name] if name else [])]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        env = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         (folder / "run.log").write_text(ended.stdout)
         file = folder / "pieces.jsonl"
         lines = [json.loads(text) for text in file.read_text().splitlines()] if file.is_file() else []
-        return lines, "" if lines else ended.stdout.rstrip().rpartition("\n")[2]
+        said = "it does not end" if ended.returncode == 124 else ended.stdout.rstrip().rpartition("\n")[2]
+        return lines, "" if lines else said
 
-    intact = shown_by(*piece(None))
+    gpus = args.gpus or [None]
+    intact = shown_by(*piece(None, gpus[0]))
     print(f"intact: {intact[0]}, {intact[1]} answers {intact[2]}", flush=True)
     with ThreadPoolExecutor(args.lanes) as pool:
-        rows = [[name, *shown_by(*found)] for name, found in zip(args.names, pool.map(piece, args.names), strict=True)]
+        found = pool.map(piece, args.names, itertools.cycle(gpus))
+        rows = [[name, *shown_by(*one)] for name, one in zip(args.names, found, strict=True)]
     print(table(["severed", "shows as", "answers", "first"], rows))
     return int(intact[0] != "nothing")
 
@@ -664,7 +672,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     severing = parts.add_parser("severed", help="a piece without each edge and guard, with random delays")
     severing.add_argument("names", nargs="*", default=severable, metavar="NAME", help="unless given, all")
     severing.add_argument("--lanes", type=int, default=1, help="pieces at a time")
+    severing.add_argument("--gpus", nargs="+", metavar="GPU", help="of the pieces in turn, several as in 0,1 2,3")
     severing.add_argument("--seconds", type=float, default=60.0, help="of a piece")
+    severing.add_argument("--quiet", type=float, default=60.0, metavar="SECONDS", help="more of the intact piece")
     severing.add_argument("--configs", nargs="+", default=["kernel_files", "everything"], choices=every)
     for part in (running, severing):
         part.add_argument("--out", type=Path, required=True, help="folder for reference, logs and pieces.jsonl")
