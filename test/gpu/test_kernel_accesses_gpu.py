@@ -14,7 +14,7 @@ from fenceline.layers.cuda_layers import CudaProduct, find_skinny_gemm
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.triton.skinny_gemm import Fusion
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
-from fenceline.layers.skinny_table import CudaConfig
+from fenceline.layers.skinny_table import MAX_DIRECT_ROWS, CudaConfig
 from fenceline.memory_order import open_device
 from fenceline.memory_order.device import copy_words
 
@@ -34,7 +34,10 @@ def test_triton_kernels_touch_what_they_declare(pdl: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("kind", ["norm", "gated", "residual"])
-def test_cuda_products_touch_what_they_declare(product: CudaProduct, kind: str, rows: int, pdl: bool) -> None:
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_cuda_products_touch_what_they_declare(
+    product: CudaProduct, cluster: int, kind: str, rows: int, pdl: bool
+) -> None:
     torch.manual_seed(0)
     for k, num_out in ((72, 24), (1032, 1000)):
         gated, adds = kind == "gated", kind == "residual"
@@ -47,7 +50,7 @@ def test_cuda_products_touch_what_they_declare(product: CudaProduct, kind: str, 
             pdl: bool, x: Any, weight: Any, norm: Any, bias: Any, residual: Any, out: Any, gated: bool = gated
         ) -> None:
             fusion = Fusion(norm, 1e-6, bias, gated, residual)
-            config = CudaConfig(tiles=2, warps_k=4, pdl=pdl, prefetch_bytes=512)
+            config = CudaConfig(tiles=2, warps_k=4, cluster=cluster, pdl=pdl, prefetch_bytes=512)
             product(x, weight, config, fusion, None if residual is not None else out)
 
         operands = (x, weight, norm, bias, out if adds else None, out)
@@ -56,9 +59,13 @@ def test_cuda_products_touch_what_they_declare(product: CudaProduct, kind: str, 
 
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("kind", ["norm", "gated", "residual"])
-@pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-direct", "fp8-blocks", "int4", "int4-direct", "int4-32"])
 def test_quantized_products_touch_what_they_declare(name: str, kind: str, rows: int, pdl: bool) -> None:
-    bits, group = {"fp8": (8, 0), "fp8-blocks": (8, 128), "int4": (4, 128)}[name]
+    numbers_of = {"fp8": (8, 0), "fp8-blocks": (8, 128), "int4": (4, 128), "int4-32": (4, 32)}
+    direct = name.endswith("-direct")
+    bits, group = numbers_of[name.removesuffix("-direct")]
+    if direct and rows > MAX_DIRECT_ROWS:
+        pytest.skip("weights go into registers for few rows alone")
     gemm = find_skinny_gemm(torch.device("cuda"), bits)
     if gemm is None:
         pytest.skip("fenceline_kernel cannot be used here")
@@ -79,7 +86,7 @@ def test_quantized_products_touch_what_they_declare(name: str, kind: str, rows: 
     def run(
         pdl: bool, x: Any, data: Any, scales: Any, zeros: Any, norm: Any, bias: Any, residual: Any, out: Any
     ) -> None:
-        config = SkinnyConfig(tiles=2, warps_k=4, depth=2, pdl=pdl, prefetch_bytes=128)
+        config = SkinnyConfig(tiles=2, warps_k=4, depth=2, pdl=pdl, prefetch_bytes=128, direct=direct)
         numbers = StoredNumbers(scales.t(), None if zeros is None else zeros.t(), group)
         data = data if bits == 4 else data.view(FP8)
         gemm(
