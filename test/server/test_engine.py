@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -167,15 +168,21 @@ def test_abort_from_another_thread(engine: fenceline.Engine) -> None:
         return engine.get_server_info()["internal_states"][0]["num_running_reqs"]
 
     wait_for(lambda: num_running() == 0)  # the scheduler may still be at a request of an earlier test
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(
-        engine.generate(input_ids=[5], sampling_params={"seed": Seed.HANG}, rid="hang")))  # fmt: skip
-    thread.start()
-    wait_for(lambda: num_running() == 1)
-    assert engine.flush_cache() is False
-    engine.abort("hang")
-    thread.join(WAIT_S)
-    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+    def hang(rid: str) -> str:
+        answer = engine.generate(input_ids=[5], sampling_params={"seed": Seed.HANG}, rid=rid)
+        reason: str = answer["meta_info"]["finish_reason"]["type"]
+        return reason
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.submit(hang, "hang"), pool.submit(hang, "hang-2")
+        wait_for(lambda: num_running() == 2)
+        assert engine.flush_cache() is False
+        engine.abort("hang")
+        assert one.result(WAIT_S) == "abort"
+        assert num_running() == 1, "hang-2 is another request"
+        engine.abort("hang-2")
+        assert other.result(WAIT_S) == "abort"
     assert engine.flush_cache() is True
 
 

@@ -65,10 +65,11 @@ def test_request_id_is_echoed_and_names_the_request(client: httpx.Client) -> Non
     assert fresh.headers["x-request-id"] == fresh.json()["meta_info"]["id"] != "bad id!"
 
 
-def test_abort_by_id_ends_the_request_with_its_own_reason(server: LiveServer, client: httpx.Client) -> None:
+@pytest.mark.parametrize("rid", ["abort-me", "abort"])
+def test_abort_by_id_ends_the_request_with_its_own_reason(server: LiveServer, client: httpx.Client, rid: str) -> None:
     answer = server.post_in_thread(hanging("abort-me"))
     wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 1)
-    assert client.post("/abort_request", json={"rid": "abort-me"}).status_code == 200
+    assert client.post("/abort_request", json={"rid": rid}).status_code == 200
     assert answer.result(WAIT_S).status_code == 200
     assert answer.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
     assert client.post("/abort_request", json={"rid": "nobody"}).status_code == 200

@@ -374,7 +374,8 @@ class Engine:
     # --- control
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Abort one request by its id, or all. Their callers get what was generated so far."""
+        """Abort the request with this id (with all samples of its prompt), or all. Their callers get what was generated
+        so far."""
 
         async def abort() -> None:
             self._manager.abort(rid, abort_all=abort_all)

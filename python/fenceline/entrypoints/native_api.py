@@ -270,11 +270,12 @@ class NativeApi:
             raise RequestError(400, reply.message or "the cache is in use; wait for the running requests")
 
     async def abort_request(self, request: Request) -> Response:
-        """Abort one request by its id or all; an unknown id is no error: it may just have finished."""
+        """Abort the requests whose id begins with ``rid``, as SGLang does, or all; an unknown id is no error: the
+        request may just have finished."""
         body = await self._read(request, AbortBody)
         if not body.rid and not body.abort_all:
             raise RequestError(400, "give rid, or abort_all: true", param="rid")
-        self._manager.abort(body.rid, abort_all=body.abort_all)
+        self._manager.abort(body.rid, prefix=True, abort_all=body.abort_all)
         return Response(status_code=200)
 
     async def pause_generation(self, request: Request) -> Response:

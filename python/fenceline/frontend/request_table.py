@@ -92,6 +92,12 @@ class RequestEntry:
         )
 
 
+def is_meant(request: RequestEntry | GenerateInput, rid: str, prefix: bool) -> bool:
+    """Whether ``rid`` is the request's id or its family's or, with ``prefix``, one of them begins so."""
+    names = (request.rid, request.family)
+    return any(name.startswith(rid) for name in names) if prefix else rid in names
+
+
 class RequestTable:
     """Requests by id. A client may use an id again as soon as its request has ended, while messages about that request
     are still on their way, and before the scheduler knows that it has ended. So a reused id is sent under another name,
@@ -126,10 +132,9 @@ class RequestTable:
         # An id that contains a tilde always gets a number, so that no two requests can have the same name.
         return f"{rid}~{times}" if times or "~" in rid else rid
 
-    def named(self, rid: str) -> list[RequestEntry]:
-        """The requests in flight that a client means by ``rid``: those, or families, whose id begins so."""
-        entries = self._active.values()
-        return [entry for entry in entries if entry.rid.startswith(rid) or entry.family.startswith(rid)]
+    def named(self, rid: str, prefix: bool) -> list[RequestEntry]:
+        """The requests in flight that ``rid`` means (see :func:`is_meant`)."""
+        return [entry for entry in self._active.values() if is_meant(entry, rid, prefix)]
 
     @property
     def num_waiting(self) -> int:

@@ -48,7 +48,7 @@ from fenceline.frontend.request_prepare import (
     num_placeholders,
 )
 from fenceline.frontend.request_stream import RequestStream, StreamGroup
-from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable, RequestTrace
+from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable, RequestTrace, is_meant
 from fenceline.frontend.request_types import (
     ORIGIN,
     TURN_REQUESTS,
@@ -254,17 +254,17 @@ class TokenizerManager:
         wire_rid = self._table.wire_rid(message.rid)
         return message if wire_rid == message.rid else msgspec.structs.replace(message, rid=wire_rid)
 
-    def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Abort the requests whose id, or whose body's id, begins with ``rid``, or all requests; unknown and empty
-        ids are ignored. Readers get a last chunk of type ``abort``. Requests that are being prepared are not sent, and
-        do not wait any longer for their images."""
+    def abort(self, rid: str = "", *, prefix: bool = False, abort_all: bool = False) -> None:
+        """Abort the requests whose id, or whose body's id, is ``rid`` or, with ``prefix``, begins so; or all requests.
+        Unknown and empty ids are ignored. Readers get a last chunk of type ``abort``. Requests that are being prepared
+        are not sent, and do not wait any longer for their images."""
         if rid or abort_all:
             for preparation in self._preparations:
-                preparation.abort("" if abort_all else rid)
+                preparation.abort("" if abort_all else rid, prefix or abort_all)
         if abort_all:
             self._link.send(AbortReq(rid="", abort_all=True))
             return
-        for entry in self._table.named(rid) if rid else ():
+        for entry in self._table.named(rid, prefix) if rid else ():
             self._link.send(AbortReq(rid=entry.wire_rid))
 
     def is_active(self, rid: str) -> bool:
@@ -707,9 +707,9 @@ class _Preparation:
         self.aborted: set[str] = set()
         self.wait = asyncio.timeout(None)
 
-    def abort(self, rid: str) -> None:
-        """Abort the requests whose id, or whose body's id, begins with ``rid``."""
-        self.aborted |= {inp.rid for inp in self._inputs if inp.rid.startswith(rid) or inp.family.startswith(rid)}
+    def abort(self, rid: str, prefix: bool) -> None:
+        """Abort the requests that ``rid`` means."""
+        self.aborted |= {inp.rid for inp in self._inputs if is_meant(inp, rid, prefix)}
         if len(self.aborted) == len(self._inputs) and not self.wait.expired():
             self.wait.reschedule(0.0)
 

@@ -484,7 +484,7 @@ async def test_pixels_of_requests_in_flight_are_limited(bench: Bench, monkeypatc
     await bench.manager.submit(asked(7, 7, images=[source(GOOD)] * 2, rid="u"))
 
 
-@pytest.mark.parametrize("abort", [{"rid": "bo"}, {"abort_all": True}])
+@pytest.mark.parametrize("abort", [{"rid": "body"}, {"rid": "bo", "prefix": True}, {"abort_all": True}])
 async def test_an_abort_ends_the_wait_for_images(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, abort: dict[str, Any]
 ) -> None:
@@ -511,6 +511,7 @@ async def test_an_abort_leaves_others_of_the_body_alone(bench: Bench, monkeypatc
     while not held.num_running and not waiting.done():
         await asyncio.sleep(0)
     bench.manager.abort("one")
+    bench.manager.abort("tw")
     for _ in range(9):
         await asyncio.sleep(0)
     assert not waiting.done()
