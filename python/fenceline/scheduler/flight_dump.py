@@ -44,6 +44,7 @@ OFF = "the flight recorder is off: start the server with --flight-recorder-steps
 # ``pause`` is called after this many bytes of JSON, or steps without JSON: about every millisecond.
 _PAUSE_BYTES = 32 << 10
 _PAUSE_STEPS = 8
+_MAX_BYTES = 1 << 30
 _NUMBERS = itertools.count()  # distinguish files that one process writes in the same second
 # The sampling parameters that the sampler reads. Stop strings are left out: the sampler does not use them, and they are
 # private text.
@@ -56,9 +57,14 @@ _PARAMS = (
 def read_dump(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises ValueError, one line, for anything that is not a dump of this version."""
     try:
-        dump = orjson.loads(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)  # a device or a pipe may have no end
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"{path}: not a flight recorder's dump (longer than {_MAX_BYTES} bytes)")
+    try:
+        dump = orjson.loads(content)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(dump, dict) or dump.get("format") != FORMAT:

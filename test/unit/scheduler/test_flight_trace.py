@@ -17,6 +17,7 @@ from scheduler_driver import Driver, answers, make_driver, make_model_driver, ma
 from fenceline.cli import main
 from fenceline.ipc.io_struct import AbortReq
 from fenceline.memory_order import open_device
+from fenceline.scheduler import flight_dump
 from fenceline.scheduler.flight_dump import dump_json, dump_of_last
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.flight_trace import REQUESTS, STREAMS, trace_json, trace_of
@@ -225,14 +226,17 @@ def test_no_steps_at_all() -> None:
     ],
 )
 def test_other_files_are_refused_with_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, words: str
 ) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
-    for path in (file, tmp_path / "missing.json"):
+    monkeypatch.setattr(flight_dump, "_MAX_BYTES", 1 << 16)
+    for path in (file, tmp_path / "missing.json", Path("/dev/zero")):
         with pytest.raises(SystemExit) as ended:
             main(["trace", str(path)])
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("fenceline trace: ") and (words in line or "cannot be read" in line)
+        assert line.startswith("fenceline trace: ") and any(
+            word in line for word in (words, "cannot be read", "longer than")
+        )
     assert not file.with_suffix(".trace.json").exists()
