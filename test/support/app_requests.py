@@ -32,9 +32,9 @@ class DeadLink:
         pass
 
 
-def make_app(**flags: Any) -> ASGIApp:
+def make_app(model_path: str = "demo", **flags: Any) -> ASGIApp:
     """All endpoints over an engine that does not answer."""
-    config = resolve(ServerArgs(model_path="demo", device="cpu", **flags))
+    config = resolve(ServerArgs(model_path=model_path, device="cpu", **flags))
     manager = TokenizerManager(config, load_tokenizer(config.tokenizer_path), DeadLink())
     app = create_app(manager, config)
     manager.shutdown()

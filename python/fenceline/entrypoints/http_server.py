@@ -65,7 +65,7 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
         app.router.routes.extend(router.routes)  # and not nested: each has its rule
     install_docs(app)
     if not args.disable_web_page:
-        install_web_page(app)
+        install_web_page(app, config.model.embeds)
     rules = AccessRules(
         app.routes,
         args.api_key,

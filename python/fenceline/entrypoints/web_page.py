@@ -43,11 +43,24 @@ _HEADERS = {
 }
 
 
-def install_web_page(app: FastAPI) -> None:
-    """Serve the files, which are read once. A browser that has a file's current version gets a 304."""
+# What of index.html is another where the model embeds: no chat, and a line that says what there is instead.
+_OF_AN_EMBEDDER = {
+    b'<body data-pane="chat">': b'<body data-pane="server">',
+    b'<section id="chat" ': b'<section id="chat" hidden ',
+    b"<nav ": b"<nav hidden ",
+    b'<p id="embeds" hidden ': b'<p id="embeds" ',
+}
+
+
+def install_web_page(app: FastAPI, embeds: bool) -> None:
+    """Serve the files, which are read once. A browser that has a file's current version gets a 304. ``embeds``: the
+    server computes embeddings, so there is nobody to chat with."""
     folder = files("fenceline.entrypoints").joinpath("web")
     for path, name in _FILES.items():
         content = folder.joinpath(name).read_bytes()
+        for of_a_chat, instead in _OF_AN_EMBEDDER.items() if embeds and path == "/" else ():
+            assert content.count(of_a_chat) == 1
+            content = content.replace(of_a_chat, instead)
         app.add_route(path, _handler(name, content), methods=["GET"], include_in_schema=False)
 
 

@@ -6,12 +6,14 @@ import asyncio
 import re
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import orjson
 import pytest
 from app_requests import ask, make_app
+from embedding_model import random_qwen3, save_embedder
 from fake_scheduler import FakeScheduler
 
 from fenceline.config.engine_config import resolve
@@ -59,6 +61,16 @@ def test_a_browser_keeps_a_file_and_asks_whether_it_changed() -> None:
         assert (status, body, again["etag"]) == (304, b"", headers["etag"])
         assert "content-security-policy" in again
     assert ask(app, "/", {"if-none-match": '"other"'})[0] == 200
+
+
+def test_a_server_of_embeddings_shows_no_chat(tmp_path: Path) -> None:
+    save_embedder(random_qwen3(), tmp_path)
+    pages = [ask(make_app(str(folder)), "/")[2].decode() for folder in (tmp_path, "demo")]
+    for page, chats in zip(pages, (False, True), strict=True):
+        assert ('data-pane="server">\n' in page) is not chats, "what a narrow screen shows first"
+        for tag in re.findall(r'<section id="chat"[^>]*>|<nav[^>]*>', page):
+            assert (" hidden" in tag) is not chats
+        assert (" hidden" in re.findall(r'<p id="embeds"[^>]*>', page)[0]) is chats
 
 
 def test_the_page_can_be_taken_away() -> None:
