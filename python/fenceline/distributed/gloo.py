@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fenceline.config import ConfigError
 from fenceline.memory_order import CollectiveBackend, PeerLostError
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -41,7 +42,7 @@ def _tcp_store(rank: int, size: int, meeting: str) -> Any:
             with socket.create_server((host, int(port)), backlog=_BACKLOG) as listener:
                 descriptor = listener.detach()  # the store closes it
         except OSError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"the ranks cannot meet at {meeting} ({error.strerror or error}): check --dist-init-addr"
             ) from error
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -57,7 +58,7 @@ class GlooBackend(CollectiveBackend):
 
     def __init__(self, rank: int, size: int, meeting: str, interface: str | None = None) -> None:
         """Waits until all ``size`` ranks have joined at ``meeting`` (see ``join_group``). ``interface``: the network
-        interface that the ranks use, the loopback one unless given. Raises ``ValueError`` if they cannot meet,
+        interface that the ranks use, the loopback one unless given. Raises ``ConfigError`` if they cannot meet,
         ``PeerLostError`` if one of them has ended since."""
         self.rank = rank
         self.size = size
@@ -65,7 +66,7 @@ class GlooBackend(CollectiveBackend):
         try:
             join_group("gloo", rank, size, meeting)
         except dist.DistNetworkError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"the ranks cannot meet at {meeting} ({first_line(error)}): check --dist-init-addr"
             ) from error
         except RuntimeError as error:  # a rank came to the meeting and has ended since

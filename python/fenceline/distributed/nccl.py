@@ -16,6 +16,7 @@ import threading
 import torch
 import torch.distributed as dist
 
+from fenceline.config import ConfigError
 from fenceline.distributed.gloo import LOOPBACK, first_line, join_group
 from fenceline.memory_order import CollectiveBackend, CommunicatorError, PeerLostError
 
@@ -37,7 +38,7 @@ class NcclBackend(CollectiveBackend):
             # With device_id, NCCL makes its communicator now and not in the first operation.
             join_group("nccl", rank, size, meeting, device_id=device)
         except RuntimeError as error:
-            raise ValueError(f"the ranks cannot meet at {meeting} with NCCL ({first_line(error)})") from error
+            raise ConfigError(f"the ranks cannot meet at {meeting} with NCCL ({first_line(error)})") from error
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture if no operation of this

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from fenceline.config import ConfigError
 from fenceline.ipc.child_process import Silence
 from fenceline.ipc.io_struct import FatalError, PortArgs, encode
 from fenceline.ipc.mailbox import Inbox, Outbox
@@ -51,7 +52,7 @@ _DECODER: msgspec.msgpack.Decoder[BoardWrite | Heartbeat | NodeFailed] = msgspec
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class AddressError(ValueError):
+class AddressError(ConfigError):
     """An address that leads nowhere, with the remedy."""
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from fenceline.config import num_usable_cores
+from fenceline.config import ConfigError, num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.nodes import agreed, described
 from fenceline.distributed import ranks_share_gpu
@@ -230,7 +230,8 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         outbox.close()
     except Exception as error:
         watchdog.waiting()  # the step has ended; what follows may take longer than a step may
-        logger.exception("the scheduler has failed")
+        # What a user can mend is one line, which the front end logs.
+        logger.error("the scheduler has failed", exc_info=None if isinstance(error, ConfigError) else error)
         reason = _root_cause(f"{type(error).__name__}: {error}", link)
         try:
             dump_and_log(recorder, reason)

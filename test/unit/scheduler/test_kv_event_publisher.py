@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,15 @@ from live_server import unused_port
 from scheduler_driver import Driver, make_driver, make_model_driver, request
 
 from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
 from fenceline.config.kv_events import KVEventsConfig, kv_events_config
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import FlushCacheReq
+from fenceline.ipc.io_struct import TOKENIZER_DECODER, FatalError, FlushCacheReq
+from fenceline.ipc.mailbox import Inbox, make_ports, remove_ports
 from fenceline.mem_cache.kv_events import KVEventBatch, KVEventLog, Medium, block_hash
+from fenceline.scheduler import process as scheduler_process
 from fenceline.scheduler.kv_event_publisher import KVEventPublisher
+from fenceline.scheduler.process import run_scheduler_process
 from fenceline.scheduler.request_memory import note_kv_events
 
 PATIENCE_MS = 30_000
@@ -212,6 +217,28 @@ def test_replicas_have_ports_of_their_own(closing: list[KVEventPublisher | Consu
     assert publisher._pub.get(zmq.LAST_ENDPOINT).rstrip(b"\0").endswith(f":{port + 1}".encode())
     with pytest.raises(ConfigError, match=f"cannot use tcp://\\*:{port + 1} .*name one that is free"):
         KVEventPublisher(config, KVEventLog(4), replica=1)
+
+
+def test_a_scheduler_whose_port_is_taken_says_so_without_a_traceback(
+    closing: list[KVEventPublisher | Consumer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolve(args(f'{{"publisher": "zmq", "endpoint": "tcp://*:{unused_port()}"}}', device="cpu"))
+    assert config.kv_events is not None
+    closing.append(KVEventPublisher(config.kv_events, KVEventLog(4)))
+    monkeypatch.setattr(scheduler_process, "prepare_child", lambda *args: None)
+    ports = make_ports()
+    inbox = Inbox(ports.tokenizer, TOKENIZER_DECODER)
+    try:
+        with pytest.raises(SystemExit):
+            run_scheduler_process(config, ports)
+        assert inbox.wait(PATIENCE_MS)
+        [fatal] = inbox.receive()
+        assert isinstance(fatal, FatalError) and "name one that is free" in fatal.message
+    finally:
+        inbox.close()
+        remove_ports(ports)
+    [line] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line.getMessage() == "the scheduler has failed" and not line.exc_info
 
 
 def args(text: str, dp_size: int = 1, **flags: object) -> ServerArgs:
