@@ -12,34 +12,15 @@ import numpy as np
 import openai
 import pytest
 import transformers
-from embedding_model import (
-    HIDDEN,
-    embedding_of,
-    make_tokenizer,
-    next_probabilities,
-    random_qwen3,
-    save_embedder,
-    save_reranker,
-)
+from embedding_model import HIDDEN, embedding_of, make_tokenizer, next_probabilities, path, reference, save_reranker
 from live_server import LiveServer
 
 import fenceline
 
+__all__ = ["path", "reference"]  # fixtures
 pytestmark = pytest.mark.slow
 TEXTS = ["The fox", "A dog sleeps. " * 12, "x"]
 TOKENIZER = make_tokenizer(appends=True)
-
-
-@pytest.fixture(scope="module")
-def reference() -> transformers.PreTrainedModel:
-    return random_qwen3()
-
-
-@pytest.fixture(scope="module")
-def path(reference: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("embedder")
-    save_embedder(reference, path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -180,14 +161,14 @@ def test_what_is_wrong_is_refused(client: httpx.Client, body: dict[str, Any], me
 
 def test_nothing_is_generated(client: httpx.Client) -> None:
     said = [{"role": "user", "content": "a"}]
-    for path, body in (
+    for where, body in (
         ("/generate", {"text": "a"}),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/chat/completions", {"messages": said}),
         ("/v1/messages", {"messages": said, "max_tokens": 3}),
     ):
-        answer = client.post(path, json=body)
-        assert answer.status_code == 400 and "use /v1/embeddings" in answer.text, (path, answer.text)
+        answer = client.post(where, json=body)
+        assert answer.status_code == 400 and "use /v1/embeddings" in answer.text, (where, answer.text)
     assert client.get("/health_generate").status_code == 200
     assert client.get("/model_info").json()["is_generation"] is False
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import transformers
 from scheduler_driver import Driver, request
@@ -23,6 +24,19 @@ MODULES = [
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
 ]
+
+
+@pytest.fixture(scope="module")
+def reference() -> transformers.PreTrainedModel:
+    return random_qwen3()
+
+
+@pytest.fixture(scope="module")
+def path(reference: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``reference`` as a model of embeddings."""
+    path = tmp_path_factory.mktemp("embedder")
+    save_embedder(reference, path)
+    return path
 
 
 def random_qwen3() -> transformers.PreTrainedModel:

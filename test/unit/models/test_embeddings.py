@@ -14,9 +14,9 @@ from embedding_model import (
     embed,
     embedded,
     embedding_of,
+    path,
     publish,
-    random_qwen3,
-    save_embedder,
+    reference,
     save_reranker,
     state_of,
 )
@@ -27,18 +27,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, PauseGenerationReq
 
-
-@pytest.fixture(scope="module")
-def reference() -> transformers.PreTrainedModel:
-    return random_qwen3()
-
-
-@pytest.fixture(scope="module")
-def directory(reference: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("embedding")
-    save_embedder(reference, path)
-    return path
-
+__all__ = ["path", "reference"]  # fixtures
 
 FLAGS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -50,8 +39,8 @@ FLAGS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_states_are_those_of_transformers(reference: transformers.PreTrainedModel, directory: Path, name: str) -> None:
-    driver = make_model_driver(model_path=str(directory), **FLAGS[name])
+def test_states_are_those_of_transformers(reference: transformers.PreTrainedModel, path: Path, name: str) -> None:
+    driver = make_model_driver(model_path=str(path), **FLAGS[name])
     assert driver.config.model.embeds
     expected = [state_of(reference, ids) for ids in PROMPTS]
     for turn in ("new", "cached"):
@@ -126,8 +115,8 @@ def test_an_aborted_request_has_no_embedding(generating: Driver) -> None:
     assert answer.last is not None and answer.last.decode is not None and answer.last.decode.embedding is None
 
 
-def test_what_is_no_embedding_model_is_refused(directory: Path, tmp_path: Path) -> None:
-    for file in directory.iterdir():
+def test_what_is_no_embedding_model_is_refused(path: Path, tmp_path: Path) -> None:
+    for file in path.iterdir():
         if file.is_file():
             (tmp_path / file.name).write_bytes(file.read_bytes())
     flags = {"model_path": str(tmp_path), "device": "cpu"}
