@@ -13,7 +13,7 @@ import torch
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.state_layout import StateSpec
 from fenceline.layers.attention.base import LayerRules
-from fenceline.layers.context import LayerContext
+from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import ONE, RELU2, HeadLayout, KVScales, QKNorm
 from fenceline.layers.linear import (
@@ -75,16 +75,20 @@ class Branch(ABC):
     def add_product(
         self, x: torch.Tensor, linear: RowParallelLinear, y: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """x [T, hidden_size] += scale * after(linear(y)), in place; returns x. With several ranks the all-reduce may
-        compute the next branch's norm of x as well; the next branch finds it in ``batch.normed``."""
-        if not self.adds_plainly:
-            return self.add(x, linear.forward(y))
-        if self.next_norm is None or linear.shard.size == 1:
-            return linear.add_to(x, y)
-        normed = linear.add_normed(x, y, self.next_norm)
-        if normed is not None:
-            batch.normed[self.next_norm] = normed
-        return x
+        """x [T, hidden_size] += scale * after(linear(y)), in place; returns x."""
+        if linear.shard.size == 1 and self.adds_plainly:
+            return linear.weight.add_product(x, y, linear.bias)
+        return self.add_parts(x, linear.part(y), linear.shard, batch)
+
+    def add_parts(self, x: torch.Tensor, y: torch.Tensor, shard: Shard, batch: ForwardBatch) -> torch.Tensor:
+        """x [T, hidden_size] += scale * after(the sum of the ranks' y), in place; returns x. With several ranks the
+        all-reduce may compute the next branch's norm of x as well; the next branch finds it in ``batch.normed``."""
+        if shard.size > 1 and self.adds_plainly and self.next_norm is not None:
+            normed = shard.all_reduce_add_norm(y, x, self.next_norm)
+            if normed is not None:
+                batch.normed[self.next_norm] = normed
+                return x
+        return self.add(x, shard.all_reduce(y))
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] += scale * after(y), in place; returns x."""

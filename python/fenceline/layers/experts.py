@@ -175,7 +175,7 @@ class ExpertsMLP(Branch):
             y = self.from_latent.forward(y)
         if self.shared is not None:
             y = self.shared.add_to(y, h)
-        return self.add(x, self.shard.all_reduce(y))
+        return self.add_parts(x, y, self.shard, batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.router.weight_slots(prefix)

@@ -148,25 +148,14 @@ class RowParallelLinear:
         self.weight = context.linear(out_features, size, [name])
         self.bias = torch.empty(out_features, dtype=context.dtype) if bias else None
 
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole product of x, [T, out_features]: the whole is the sum of the ranks' parts. Only
+        rank 0 adds the bias: if all ranks added it, the sum would contain it ``size`` times."""
+        return self.weight.product(x, self.bias if self.shard.rank == 0 else None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole product of x, [T, out_features]: the ranks' products summed. Only rank 0 adds the bias: if all
-        ranks added it, the sum would contain it ``size`` times."""
-        return self.shard.all_reduce(self.weight.product(x, self.bias if self.shard.rank == 0 else None))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual`` [T, out_features] += the whole product of x, in place; returns ``residual``. The ranks' products
-        are summed before they are added to the residual stream, which all ranks hold whole."""
-        if self.shard.size == 1:
-            return self.weight.add_product(residual, x, self.bias)
-        return residual.add_(self.forward(x))
-
-    def add_normed(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor | None:
-        """Like ``add_to``, but returns norm(residual) if the all-reduce can compute it too, otherwise None."""
-        y = self.weight.product(x, self.bias if self.shard.rank == 0 else None)
-        normed = self.shard.all_reduce_add_norm(y, residual, norm)
-        if normed is None:
-            residual.add_(self.shard.all_reduce(y))
-        return normed
+        """The whole product of x, [T, out_features]."""
+        return self.shard.all_reduce(self.part(x))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{name}.weight`` and ``.bias``."""
