@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from fenceline.layers.cuda_layers import CudaDenseWeight, CudaLayerKernels, SkinnyProducts, _find_cuda_product
-from fenceline.layers.kernels.triton.skinny_gemm import TritonConfig
+from fenceline.layers.kernels.triton.skinny_gemm import SplitWorkspace, TritonConfig
 from fenceline.layers.skinny_table import (
     MAX_CUDA_ROWS,
     CudaConfig,
@@ -142,7 +142,7 @@ MODELS = {
         Product("lm_head", 151_936, 2048, "normed_product"),
     ),
 }
-MODELS |= {f"{name}/{size}": part_of(MODELS[name], size) for name in ("0.6B", "8B", "Llama-8B") for size in (2, 4)}
+MODELS |= {f"{name}/{size}": part_of(MODELS[name], size) for name in tuple(MODELS) for size in (2, 4)}
 
 
 class Bench:
@@ -154,7 +154,7 @@ class Bench:
         self.buffer = torch.empty(most_bytes // 2, dtype=torch.bfloat16, device=self.device)
         for part in self.buffer.split(1 << 28):
             part.normal_(std=0.02)
-        self.product = _find_cuda_product(self.device)
+        self.product, self.workspace = _find_cuda_product(self.device), SplitWorkspace(self.device)
         self.gpu = GpuTraits(
             torch.cuda.get_device_name(),
             torch.cuda.get_device_properties(0).multi_processor_count,
@@ -164,7 +164,7 @@ class Bench:
         self.stream = torch.cuda.Stream()
 
     def products(self, table: SkinnyTable) -> SkinnyProducts:
-        return SkinnyProducts(self.product, table)
+        return SkinnyProducts(self.product, table, self.workspace)
 
     def fixed(self, choice: SkinnyChoice) -> SkinnyProducts:
         """Products that are all computed by ``choice``."""
@@ -365,7 +365,11 @@ class Sweep:
             (128, 128, 8, 3),
             (64, 128, 4, 3),
         )
-        return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in cuts]
+        found = [TritonConfig(n, k, warps, stages) for n, k, warps, stages in cuts]
+        blocks = -(-self.product.num_out // 64)  # too few of them are split
+        splits = [split for split in (2, 3, 4, 6, 8) if 60 <= blocks * split <= 300 and self.product.k >= 256 * split]
+        found += [TritonConfig(64, k, 4, depth, split=n) for n in splits for k, depth in ((128, 4), (128, 6), (64, 8))]
+        return found
 
     def best(self, count: int, kind: type | tuple[type, ...] | None = None) -> list[SkinnyChoice]:
         """The ``count`` best choices, the fastest first; ``kind``: only configurations of these types, None: all."""

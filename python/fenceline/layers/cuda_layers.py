@@ -150,10 +150,10 @@ class SkinnyProducts:
     measurements says which of our kernels is used for a shape, if any. The choice depends on the number of rows, so a
     captured graph keeps the choice for its size."""
 
-    def __init__(self, cuda_product: CudaProduct | None, table: SkinnyTable) -> None:
+    def __init__(self, cuda_product: CudaProduct | None, table: SkinnyTable, workspace: SplitWorkspace) -> None:
         """``cuda_product`` is fenceline_kernel's. If it is None, ``table`` must not name it."""
         self._cuda_product = cuda_product
-        self._table = table
+        self._table, self._workspace = table, workspace
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
@@ -168,7 +168,7 @@ class SkinnyProducts:
         if choice is None or isinstance(choice, CudaConfig):
             return None
         assert isinstance(choice, TritonConfig), choice
-        return skinny_linear(x, weight, choice, fusion, out)
+        return skinny_linear(x, weight, choice, fusion, out, self._workspace)
 
 
 def gated_fusion(norm: RMSNorm | None, bias: torch.Tensor | None) -> Fusion:
@@ -289,7 +289,7 @@ def find_fixed_product(device: torch.device) -> tuple[FixedProduct, SplitWorkspa
 def find_skinny_products(device: torch.device) -> SkinnyProducts:
     """The products for ``device``. Compiles fenceline_kernel on first use where it is installed (seconds, once)."""
     product = _find_cuda_product(device)
-    return SkinnyProducts(product, load_table(gpu_traits(device, product is not None)))
+    return SkinnyProducts(product, load_table(gpu_traits(device, product is not None)), SplitWorkspace(device))
 
 
 def gpu_traits(device: torch.device, has_cuda_kernels: bool) -> GpuTraits:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 ROWS = (1, 5, 17)  # each a kernel, or a padding, of its own
-SHAPES = ((48, 64), (50, 72), (7, 40))  # N and K: whole blocks, ragged blocks, less than a block
+# N and K: whole blocks, ragged blocks, less than a block, K in segments.
+SHAPES = ((48, 64), (50, 72), (7, 40), (50, 300))
 FUSIONS = ("plain", "bias", "norm", "gated", "residual")
 # The interpreter multiplies bfloat16 matrices by their bit patterns, so two rows or more are tried in float16.
 DTYPES = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -59,7 +60,7 @@ def check(name: str) -> None:
 
 
 def _measure(case: Case) -> list[float]:
-    from fenceline.layers.kernels.triton.skinny_gemm import Fusion, TritonConfig, skinny_linear
+    from fenceline.layers.kernels.triton.skinny_gemm import Fusion, SplitWorkspace, TritonConfig, skinny_linear
 
     dtype = getattr(torch, case.dtype)
     x = torch.randn(case.rows, case.k).to(dtype)
@@ -69,14 +70,14 @@ def _measure(case: Case) -> list[float]:
     bias = torch.randn(len(weight)).to(dtype) if case.fusion != "plain" else None
     residual = torch.randn(case.rows, out).to(dtype) if case.fusion == "residual" else None
     want = _reference(x, weight, norm, bias, case.fusion == "gated", residual)
-    config = TritonConfig(16, 32, 4, launch_pdl=False)
+    config = TritonConfig(16, 32, 4, launch_pdl=False, split=3 if case.k == 300 else 1)
+    workspace = SplitWorkspace(x.device)
     fusion = Fusion(norm, 1e-6, bias, case.fusion == "gated", None if residual is None else residual.clone())
-    got = skinny_linear(x, weight, config, fusion)
+    got = skinny_linear(x, weight, config, fusion, None, workspace)
     # The same last row among other rows of the same number.
     others = torch.cat([torch.randn(case.rows - 1, case.k).to(dtype), x[-1:]])
-    again = skinny_linear(
-        others, weight, config, replace(fusion, residual=None if residual is None else residual.clone())
-    )
+    fusion_again = replace(fusion, residual=None if residual is None else residual.clone())
+    again = skinny_linear(others, weight, config, fusion_again, None, workspace)
     assert residual is None or got is fusion.residual
     error = ((got.double() - want).norm() / want.norm()).item()
     return [error, (again[-1] - got[-1]).abs().max().item()]

@@ -36,7 +36,9 @@ _TOGETHER = tl.constexpr(8)  # so many tiles of features read the same block of 
 
 @dataclass(frozen=True, slots=True)
 class TritonConfig:
-    """How a product is divided: ``block_n`` features and ``block_k`` inputs at a time, both powers of two.
+    """How a product is divided: ``block_n`` features and ``block_k`` inputs at a time, both powers of two. ``split``
+    programs share K (then ``block_k`` is at most 128): a weight of few features has too few blocks for all
+    multiprocessors. The last of them to end adds up their sums, in order.
     ``launch_pdl``: the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 and
     later); that of one row with a plain weight loads its first weights meanwhile."""
 
@@ -45,6 +47,7 @@ class TritonConfig:
     num_warps: int
     num_stages: int = 1
     launch_pdl: bool = True
+    split: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,19 @@ def may_fuse_norm(x: torch.Tensor, norm_weight: torch.Tensor) -> bool:
 
 
 def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, config: TritonConfig, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: TritonConfig,
+    fusion: Fusion = PLAIN,
+    out: torch.Tensor | None = None,
+    workspace: SplitWorkspace | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
 
     The result is in ``fusion.residual`` or ``out`` (contiguous, at most one is given) or in a new tensor.
 
     1 ≤ T ≤ 128; x and weight contiguous, of one floating dtype, on one device; sums are float32. Current stream, no
-    host synchronisation.
+    host synchronisation. Several rows whose K is split need a ``workspace``.
     """
     num_rows, k = x.shape
     assert 0 < num_rows <= MAX_ROWS, num_rows
@@ -97,7 +105,8 @@ def skinny_linear(
     if num_rows > 1:
         if fusion.norm_weight is not None:
             x = rms_norm(x, fusion.norm_weight, fusion.eps, config.launch_pdl)
-        _multiply_rows(x, None, weight, None, 0, config, fusion, out)
+        assert config.split == 1 or (workspace is not None and config.block_k <= _SEGMENT_UNIT.value), config
+        _multiply_rows(x, None, weight, None, 0, config, fusion, out, workspace if config.split > 1 else None)
         return out
     _gemv_kernel[(triton.cdiv(num_out, config.block_n),)](
         x, fusion.norm_weight, weight, fusion.bias, out, num_out, num_out * k, fusion.eps,
@@ -223,25 +232,26 @@ def _multiply_rows(
     config: TritonConfig,
     fusion: Fusion,
     out: torch.Tensor,
-    fixed: SplitWorkspace | None = None,
+    workspace: SplitWorkspace | None = None,
 ) -> None:
-    """``fixed``: the sums have the order of ``fixed_linear``; None: there is one block of rows, and K is not cut."""
+    """``workspace``: K is cut into ``config.split`` segments, or if that is 1 the sums have the order of
+    ``fixed_linear``; None: K is not cut, and there is one block of rows, as there also is with a split."""
     (num_rows, k), num_out = x.shape, out.shape[1]
     if num_rows == 0:
         return
-    most = MAX_ROWS if fixed is None or x.element_size() < 4 else _MAX_WIDE_ROWS
+    most = MAX_ROWS if workspace is None or x.element_size() < 4 else _MAX_WIDE_ROWS
     rows, segments = min(max(16, triton.next_power_of_2(num_rows)), most), 0
     tiles, row_blocks, programs = triton.cdiv(num_out, config.block_n), triton.cdiv(num_rows, rows), 1
     partial = out
-    if fixed is not None:
-        segments = num_segments(num_out, k)
+    if workspace is not None:
+        segments = num_segments(num_out, k) if config.split == 1 else config.split
         if segments > 1 and (row_blocks == 1 or tiles * row_blocks <= _FEW_TILES):
             programs = segments
             assert tiles * row_blocks <= MAX_SPLIT_TILES, tiles
             sums = tiles * row_blocks * segments * (2 if fusion.gated else 1)
             partial = torch.empty(sums, config.block_n, rows, dtype=torch.float32, device=x.device)
     _rows_kernel[(tiles * row_blocks * programs,)](
-        x, x_scales, weight, scales, fusion.bias, out, partial, None if fixed is None else fixed.num_done,
+        x, x_scales, weight, scales, fusion.bias, out, partial, None if workspace is None else workspace.num_done,
         num_rows, row_blocks, num_out, k, *((0, 0) if scales is None else scales.stride()),
         GROUP=group, SCALED=scales is not None, HAS_BIAS=fusion.bias is not None, GATED=fusion.gated,
         ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
