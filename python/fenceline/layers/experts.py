@@ -168,14 +168,14 @@ class ExpertsMLP(Branch):
                 read, routing, gated=True, bias=self.gate_up_bias, limit=self.limit, activation=self.activation
             )
         product = self.down.product(inner, routing, bias=self.down_bias if self.adds_down_bias else None)
-        if self.shared is None and self.from_latent is None and self.adds_plainly and self.shard.size == 1:
-            return self._kernels.combine_experts(product, routing, x)
-        y = self._kernels.combine_experts(product, routing)
+        adds = self.from_latent is None and self.adds_plainly and self.shard.size == 1
+        adds = adds and (self.shared is None or h is not x)
+        y = self._kernels.combine_experts(product, routing, x if adds else None)
         if self.from_latent is not None:  # of a sum it is the sum of the ranks' products
             y = self.from_latent.forward(y)
         if self.shared is not None:
             y = self.shared.add_to(y, h)
-        return self.add_parts(x, y, self.shard, batch)
+        return y if adds else self.add_parts(x, y, self.shard, batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.router.weight_slots(prefix)
