@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, importing
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import exit_with, parse_args
 
@@ -18,7 +18,8 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
     try:
         config = resolve(parse_args(argv, prog))
         # Imported late, so that --help and errors in flags are printed at once.
-        from fenceline.entrypoints.supervisor import serve_until_stopped
+        with importing():
+            from fenceline.entrypoints.supervisor import serve_until_stopped
 
         status = serve_until_stopped(config)
         if status:

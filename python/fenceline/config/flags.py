@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from fenceline.config import ConfigError
 from fenceline.config.help import HelpAction
 from fenceline.config.refused import REFUSED, Refusal, find
@@ -415,6 +413,8 @@ def _words(value: object) -> list[str]:
 
 def read_mapping(path: str) -> dict[str, object]:
     """The top-level mapping of a YAML file, keys as text. Raises ConfigError, one line."""
+    import yaml  # which takes longer to import than most servers need for their flags
+
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

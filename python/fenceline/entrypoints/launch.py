@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.child_entries import run_detokenizer, run_scheduler
 from fenceline.frontend.replica_link import ReplicaLink
 from fenceline.frontend.scheduler_link import SchedulerLink, SocketLink
 from fenceline.frontend.tokenizer import check_vocabulary, load_tokenizer
@@ -51,23 +52,6 @@ class EngineBackend(Protocol):
         """Wait up to ``timeout_s`` for the scheduler to end (ShutdownReq was sent), then end everything by
         force. May be called again, and from any thread. ``link`` stays the caller's to close."""
         ...
-
-
-def run_scheduler(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
-    """The entry of a scheduler's process. Its imports (torch, the model) happen in the child only."""
-    if config.device == "cpu":
-        # Between two operations torch's threads would spin for milliseconds on cores that the front end's processes
-        # need. OpenMP reads the variable when torch is imported.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from fenceline.scheduler.process import run_scheduler_process
-
-    run_scheduler_process(config, ports, rank)
-
-
-def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
-    from fenceline.frontend.detokenizer_manager import run_detokenizer_process
-
-    run_detokenizer_process(config, ports)
 
 
 class EngineProcesses:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import uvloop
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.child_entries import run_scheduler
 from fenceline.entrypoints.http_server import HttpServer, create_app, raise_descriptor_limit
 from fenceline.entrypoints.launch import (
     LAST_WORDS_S,
@@ -22,7 +23,6 @@ from fenceline.entrypoints.launch import (
     Replicas,
     launch,
     launch_processes,
-    run_scheduler,
 )
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.child_process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging

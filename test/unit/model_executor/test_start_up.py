@@ -147,7 +147,7 @@ def test_the_skinny_gemm_is_left_out_where_its_cuts_do_not_fit(
 _ENTRY = """
 import os, sys
 from types import SimpleNamespace
-from fenceline.entrypoints.launch import run_scheduler
+from fenceline.entrypoints.child_entries import run_scheduler
 
 def scheduler_process(*args):
     print(os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
