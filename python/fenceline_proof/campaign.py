@@ -170,7 +170,7 @@ def _severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
         for arm in plan.arms:
             shown = plan.everything and any(arm.names(outcome) for outcome in tally.of(arm))
             if i < arm.num_runs(plan.num_per_arm) and not shown:
-                yield arm.trial(plan.first_seed + i)
+                yield arm.trial(i, plan.first_seed)
 
 
 def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
@@ -181,7 +181,7 @@ def _more_severed_trials(plan: Plan, tally: _Tally) -> Iterator[Trial]:
         for arm in plan.arms:
             is_more = i >= arm.num_runs(plan.num_per_arm) and not arm.covered
             if is_more and not any(arm.names(outcome) for outcome in tally.of(arm)):
-                yield arm.trial(plan.first_seed + i)
+                yield arm.trial(i, plan.first_seed)
 
 
 def _intact_trials(plan: Plan) -> Iterator[Trial]:
