@@ -82,7 +82,8 @@ class StepPlanner:
         self._mixed_costs = step_costs if isinstance(step_costs, MixedCosts) else None
         self._most_seconds = (config.server_args.max_inter_token_ms or 0) / 1e3
         # Between two decode steps at most this many prompt tokens are computed.
-        self.max_in_row = max_prefills_in_row(config.device) * self.prefill.step_tokens
+        in_row = max_prefills_in_row(config.device, config.speculative is not None)
+        self.max_in_row = in_row * self.prefill.step_tokens
         # Tokens of prefill since the last decode step; short steps count for more, see plan_prefill.
         self._in_row = 0
         self._threshold = None if config.priority is None else config.priority.preemption_threshold

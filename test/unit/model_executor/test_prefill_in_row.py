@@ -154,9 +154,9 @@ def test_a_prompt_left_half_way_gives_its_memory_back(
     assert_right(driver, long, *running)
 
 
-@pytest.mark.parametrize(("device", "most"), [("cpu", 1), ("cuda", 16)])
-def test_how_many_full_steps_follow_one_another(device: str, most: int) -> None:
-    assert max_prefills_in_row(device) == most
+@pytest.mark.parametrize(("device", "drafts", "most"), [("cpu", False, 1), ("cuda", False, 16), ("cuda", True, 1)])
+def test_how_many_full_steps_follow_one_another(device: str, drafts: bool, most: int) -> None:
+    assert max_prefills_in_row(device, drafts) == most
 
 
 def test_a_default_server_on_a_cpu_lets_decode_after_each_step() -> None:

@@ -279,7 +279,7 @@ def test_a_late_sample_waits_for_its_prompt() -> None:
 
 def test_a_sample_waits_for_the_first_when_a_scored_one_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, prefill steps may follow one another."""
-    monkeypatch.setattr("fenceline.scheduler.step_planner.max_prefills_in_row", lambda device: 3)
+    monkeypatch.setattr("fenceline.scheduler.step_planner.max_prefills_in_row", lambda *_: 3)
     driver = fair_driver(chunk=512)
     counts = computed_tokens(driver)
     prompt = [i % 250 + 1 for i in range(101)]
