@@ -159,7 +159,7 @@ class ModelRunner:
         """See ``Worker.step_costs``; those that rank 0 has measured."""
         device = self.device
         has_depths = config.speculative is not None and config.speculative.is_adaptive
-        has_limit = config.mixes_steps and config.server_args.max_inter_token_ms is not None
+        has_limit = config.mixes_steps and (device.kind == "cuda" or config.server_args.max_inter_token_ms is not None)
         if not (has_depths or has_limit) or not device.keeps_time:
             return None
         with announced("measuring steps"):

@@ -30,6 +30,9 @@ from fenceline.scheduler.stats import SchedulerStats
 
 # However long the steps of those that decode already take, prompts go on by so many tokens.
 _LEAST_PROMPT_TOKENS = 32
+# Without --max-inter-token-ms a step beside prompts takes at most so long, or so many times as long as without them:
+# the longest gap of a text is then about twice its mean, and prompts get their share where many decode.
+_INTER_TOKEN_S, _INTER_TOKEN_STEPS = 0.03, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class StepPlanner:
         self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
         self._mixes = config.mixes_steps
         self._mixed_costs = step_costs if isinstance(step_costs, MixedCosts) else None
-        self._most_seconds = (config.server_args.max_inter_token_ms or 0) / 1e3
+        self._most_ms = config.server_args.max_inter_token_ms
         # Between two decode steps at most this many prompt tokens are computed.
         in_row = max_prefills_in_row(config.device, config.speculative is not None)
         self.max_in_row = in_row * self.prefill.step_tokens
@@ -145,7 +148,7 @@ class StepPlanner:
 
     def most_prompt_tokens(self, num_decodes: int) -> int:
         """Of a step that ``num_decodes`` requests share: prompts always go on, but the step has no more tokens than
-        without them, and takes no longer than --max-inter-token-ms."""
+        without them, and takes no longer than --max-inter-token-ms, or what is good for people who read along."""
         most = max(self.prefill.step_tokens - num_decodes, self.prefill.step_tokens // 4, 1)
         costs, chunked = self._mixed_costs, self.population.chunked
         if costs is None or not num_decodes:
@@ -155,7 +158,11 @@ class StepPlanner:
             prefix = 0 if first is None else self.memory.match(first).num_tokens
         else:
             prefix = chunked.allocated_len
-        fitting = costs.tokens_within(self._most_seconds, num_decodes, prefix, self.running.num_tokens, most)
+        context = self.running.num_tokens
+        limit = max(_INTER_TOKEN_S, _INTER_TOKEN_STEPS * costs.of(0, num_decodes, 0, context))
+        if self._most_ms is not None:
+            limit = self._most_ms / 1e3
+        fitting = costs.tokens_within(limit, num_decodes, prefix, context, most)
         return max(fitting, min(most, _LEAST_PROMPT_TOKENS))
 
     def candidates(self) -> Iterator[Req]:

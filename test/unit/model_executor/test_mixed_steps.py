@@ -168,6 +168,21 @@ def test_chunks_end_before_a_token_is_late() -> None:
     assert sum(0.015 < one <= 0.016 for one in seconds) > 5 and max(seconds) > 0.016
 
 
+def test_without_a_limit_steps_beside_prompts_are_short_beside_those_without() -> None:
+    """30 ms, or four times what those who decode take alone, so that many of them leave prompts some time."""
+    driver = make_driver(num_pages=2400, num_rows=12, chunked_prefill_size=4096, enable_mixed_chunk=True)
+    for decodes, alone in ((1, 0.005), (8, 0.005 + 8 * 20 * 1e-4)):
+        driver.worker.step_costs = MixedCosts((1, 4096), (0.005, 1.0), per_context=1e-4)
+        running = Driver(driver.config, driver.worker)
+        running.send(*[request(f"r{i}", [i + 1] * 19, max_new_tokens=40, ignore_eos=True) for i in range(decodes)])
+        for _ in range(2):
+            running.step()
+        planner = running.scheduler.planner
+        num, context = planner.most_prompt_tokens(decodes), planner.running.num_tokens
+        assert context == decodes * 20
+        assert driver.worker.step_costs.of(num, decodes, 0, context) == pytest.approx(max(0.030, 4 * alone), rel=0.1)
+
+
 @pytest.mark.parametrize("limit", [0.001, 0.0105, 0.0139, 0.02, 0.05, 1.0])
 def test_the_most_tokens_within_a_limit_are_found(limit: float) -> None:
     fitting = [n for n in range(501) if COSTS.of(n, 4, 300, 1000) <= limit]
