@@ -141,21 +141,21 @@ MODELS = {
         (Product("qkv", 5120, 2048, "normed_product"), Product("o", 2048, 4096, "add_product")),
         Product("lm_head", 151_936, 2048, "normed_product"),
     ),
-    "GLM-4.7-Flash": Model(
-        "GLM-4.7-Flash",
-        47,
-        (
-            Product("a", 1344, 2048, "normed_product"),
-            Product("q_b", 5120, 768, "normed_product"),
-            Product("o", 2048, 5120, "add_product"),
-            Product("gate_up", 3072, 2048, "plain_gated"),  # of the shared expert
-            Product("down", 2048, 1536, "add_product"),
-        ),
-        Product("lm_head", 154_880, 2048, "normed_product"),
-    ),
-    "MiniCPM-SALA": make_model("MiniCPM-SALA", 32, 4096, 16_384, 4096, 16_384, 73_448),
 }
 MODELS |= {f"{name}/{size}": part_of(MODELS[name], size) for name in tuple(MODELS) for size in (2, 4)}
+MODELS["MiniCPM-SALA"] = make_model("MiniCPM-SALA", 32, 4096, 16_384, 4096, 16_384, 73_448)
+MODELS["GLM-4.7-Flash"] = Model(
+    "GLM-4.7-Flash",
+    47,
+    (
+        Product("a", 1344, 2048, "normed_product"),
+        Product("q_b", 5120, 768, "normed_product"),
+        Product("o", 2048, 5120, "add_product"),
+        Product("gate_up", 3072, 2048, "plain_gated"),  # of the shared expert
+        Product("down", 2048, 1536, "add_product"),
+    ),
+    Product("lm_head", 154_880, 2048, "normed_product"),
+)
 
 
 class Bench:
