@@ -16,12 +16,14 @@ a call on several GPUs: launch, flags and passes over memory. The table also has
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -134,7 +136,7 @@ class Rank:
                     self.own.all_reduce(x, two_shots)
                     assert torch.equal(x, wanted), f"{dtype} {numel} {two_shots}: {(x != wanted).sum()} differ"
                     num_checked += 1
-        for rows in (1, 3, 64):
+        for rows, two in itertools.product((1, 3, 64, 300), (False, True)):
             x = torch.randn(rows, ROW, generator=generator, device=self.device).bfloat16()
             residual = torch.randn(rows, ROW, device=self.device).bfloat16()
             dist.broadcast(residual, 0)
@@ -142,7 +144,9 @@ class Rank:
             dist.broadcast(weight, 0)
             wanted = self.in_order(x) + residual
             hidden, normed = torch.empty_like(x), torch.empty_like(x)
-            self.own.all_reduce_add_norm(x, residual, weight, 1e-6, hidden, normed)
+            if not self.own.takes_rows(x, two):
+                continue
+            self.own.all_reduce_add_norm(x, residual, weight, 1e-6, hidden, normed, two)
             assert torch.equal(hidden, wanted), "fused: residual"
             squares = wanted.float().square().mean(-1, keepdim=True)
             exact = wanted.float() * (squares + 1e-6).rsqrt() * weight.float()
@@ -192,14 +196,14 @@ class Rank:
             capturing = torch.cuda.is_current_stream_capturing
             found["registered"] = (lambda: self.own.all_reduce(x, True, registered=capturing()), True)
             self.registered.append(x)
-        if nbytes <= self.own.one_shot_bytes and nbytes % (2 * ROW) == 0:
+        if nbytes % (2 * ROW) == 0:
             rows = x.view(-1, ROW)
             others = [torch.zeros_like(rows) for _ in range(3)]
             weight = torch.ones(ROW, dtype=torch.bfloat16, device=self.device)
-            found["fused"] = (
-                lambda: self.own.all_reduce_add_norm(rows, others[0], weight, 1e-6, others[1], others[2]),
-                False,
-            )
+            for name, two in (("fused", False), ("fused two shots", True)):
+                if self.own.takes_rows(rows, two):
+                    add_norm = partial(self.own.all_reduce_add_norm, rows, others[0], weight, 1e-6)
+                    found[name] = (partial(add_norm, others[1], others[2], two), False)
         if others_too:
             found["NCCL"] = (lambda: dist.all_reduce(x), False)
             found |= self.symmetric(nbytes)
@@ -229,7 +233,7 @@ class Rank:
         line: dict[str, object] = {
             name: round(self.time_us(way, register, nbytes), 2)
             for name, (way, register) in self.ways(nbytes, not pdl).items()
-            if not pdl or name in ("one shot", "fused")
+            if not pdl or name in ("one shot", "fused", "fused two shots", "registered")
         }
         figures = ", ".join(f"{name} {us}" for name, us in line.items())
         self.say(f"{nbytes:>9} bytes: {figures} us{with_pdl(pdl)}")
@@ -302,21 +306,24 @@ def _one_gpu_ways(ranks: OneProcessRanks, xs: list[torch.Tensor]) -> Iterator[tu
         yield "one shot", lambda rank: own[rank].all_reduce(xs[rank], False)
         outs = [x.new_empty((ranks.size, *x.shape)) for x in xs]
         yield "gather", lambda rank: own[rank].all_gather(xs[rank], outs[rank])
-        if nbytes % (2 * ROW) == 0:
-            rows = [x.view(-1, ROW) for x in xs]
-            hidden, normed = [row.clone() for row in rows], [row.clone() for row in rows]
-            weight = xs[0].new_ones(ROW)
-            yield (
-                "fused",
-                lambda rank: own[rank].all_reduce_add_norm(
-                    rows[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank]
-                ),
-            )
+    rows = [x.view(-1, ROW) if nbytes % (2 * ROW) == 0 else x.view(1, -1) for x in xs]
+    for name, two in (("fused", False), ("fused two shots", True)):
+        if own[0].takes_rows(rows[0], two):
+            weight = rows[0].new_ones(rows[0].shape[1])
+            calls = [
+                partial(each.all_reduce_add_norm, row, hidden := row.clone(), weight, 1e-6, hidden, row.clone(), two)
+                for each, row in zip(own, rows, strict=True)
+            ]
+            yield name, partial(_call, calls)
     if nbytes >= 32 << 10:
         yield "two shots", lambda rank: own[rank].all_reduce(xs[rank], True)
         yield "registered", lambda rank: own[rank].all_reduce(xs[rank], True, registered=True)
     copies = [x.clone() for x in xs]
     yield "torch copy", lambda rank: copies[rank].copy_(xs[rank])
+
+
+def _call(calls: Sequence[Way], rank: int) -> object:
+    return calls[rank]()
 
 
 def _time_one_gpu(ranks: OneProcessRanks, way: Callable[[int], object], nbytes: int) -> float:

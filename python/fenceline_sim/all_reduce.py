@@ -11,7 +11,8 @@ own, because a write to another GPU takes half as long as a read. There are two 
   generation has the data too. Two words are written by one instruction, but may arrive one by one; each is waited for.
   There is no flag and no fence: data crosses the link once, and for few bytes this is the fastest.
 * **two shots**: rank r gets slice r of all ranks, adds it up and pushes the sum to all. What is pushed is released by a
-  flag and acquired by the reader, once for each block and shot, so only data is moved.
+  flag and acquired by the reader, once for each block and shot, so only data is moved. Where rows are normalised in the
+  same launch, a slice is a part of every row, and a block has whole rows.
 
 Both add in float32 in the order of ranks and round once: the same bits on all ranks.
 
@@ -37,7 +38,7 @@ launch fit the GPU at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -83,7 +84,8 @@ class Step(NamedTuple):
 class Launch:
     """A launch on one rank: ``num_blocks`` blocks of ``num_threads`` threads for data, and one thread more in each that
     counts. ``two_shots``: whether it takes two shots. ``registered``: peers' outputs are known, so sums are pushed
-    straight there in the second shot."""
+    straight there in the second shot. ``row``: vectors of a row, if slices are parts of rows; 0: slices follow each
+    other."""
 
     rank: int
     size: int
@@ -92,6 +94,7 @@ class Launch:
     num_threads: int
     two_shots: bool = False
     registered: bool = False
+    row: int = 0
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -103,8 +106,11 @@ class Launch:
         """Vectors of a slice; the last ones may be shorter, or empty."""
         return -(-self.num_vectors // self.size)
 
-    def slice_of(self, rank: int) -> range:
+    def slice_of(self, rank: int) -> Sequence[int]:
         """The vectors that ``rank`` adds up in two shots."""
+        if self.row:
+            part = self.row // self.size
+            return [row + rank * part + i for row in range(0, self.num_vectors, self.row) for i in range(part)]
         start = rank * self.slice_size
         return range(min(start, self.num_vectors), min(start + self.slice_size, self.num_vectors))
 

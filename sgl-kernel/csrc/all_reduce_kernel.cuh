@@ -66,25 +66,34 @@ FENCELINE_HD void two_shot_steps(Machine& m, const AllReduceRequest& r) {
   const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
   const uint32_t size = slice_size(r), length = slice_length(r, r.rank);
   for (uint32_t offset = first; offset < size; offset += step) {
-    for (int i = 1; i < r.size; ++i) {
+    typename Machine::Vector vectors[Machine::kMost];  // all are read before one is written, so that they come together
+#pragma unroll
+    for (int i = 1; i < Machine::kMost; ++i) {
       const int peer = peer_number(r, i);
-      if (offset < slice_length(r, peer)) m.push(peer, peer * size + offset, offset);
+      if (i < m.num_ranks() && offset < slice_length(r, peer)) vectors[i] = m.own(slice_vector(r, peer, offset));
+    }
+#pragma unroll
+    for (int i = 1; i < Machine::kMost; ++i) {
+      const int peer = peer_number(r, i);
+      if (i < m.num_ranks() && offset < slice_length(r, peer)) {
+        m.push(peer, slice_vector(r, peer, offset), offset, vectors[i]);
+      }
     }
   }
   shot(m, r, 0);
   for (uint32_t offset = first; offset < length; offset += step) {
-    const uint32_t v = r.rank * size + offset;
+    const uint32_t v = slice_vector(r, r.rank, offset);
     const typename Machine::Vector own = m.read(v);
     const typename Machine::Sum sum = m.sum_of_staged(own, v, offset);
     m.store(v, sum);
-    for (int i = 1; i < r.size; ++i) m.push_sum(peer_number(r, i), v, sum);
+    for (int i = 1; i < m.num_ranks(); ++i) m.push_sum(peer_number(r, i), v, sum);
   }
   shot(m, r, 1);
-  if (r.outputs != nullptr) return;
+  if (r.kind == 3 || r.outputs != nullptr) return;
   for (uint32_t offset = first; offset < size; offset += step) {
-    for (int i = 1; i < r.size; ++i) {
+    for (int i = 1; i < m.num_ranks(); ++i) {
       const int peer = peer_number(r, i);
-      if (offset < slice_length(r, peer)) m.take(peer, peer * size + offset);
+      if (offset < slice_length(r, peer)) m.take(peer, slice_vector(r, peer, offset));
     }
   }
 }

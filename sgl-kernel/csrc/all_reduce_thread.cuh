@@ -79,10 +79,13 @@ class GpuThread {
       }
     } while (wrong != 0 && goes_on(patience));
   }
-  __device__ void store(uint32_t v, const Sum& sum) const { reinterpret_cast<uint4*>(r_.x)[v] = Values<T>::pack(sum.values); }
+  // Fused, the sums of this rank's slice lie where those of the others do.
+  __device__ void store(uint32_t v, const Sum& sum) const {
+    (r_.kind == 3 ? total(v) : reinterpret_cast<uint4*>(r_.x)[v]) = Values<T>::pack(sum.values);
+  }
 
-  __device__ void push(int peer, uint32_t v, uint32_t offset) const {
-    *reinterpret_cast<uint4*>(r_.buffers[peer] + staged_at(r_, half_, r_.rank, offset)) = own(v);
+  __device__ void push(int peer, uint32_t, uint32_t offset, const Vector& value) const {
+    *reinterpret_cast<uint4*>(r_.buffers[peer] + staged_at(r_, half_, r_.rank, offset)) = value;
   }
   __device__ void barrier() const { named_sync(kShot, r_.num_threads); }
   __device__ void release(int peer, int shot) const {
@@ -104,9 +107,10 @@ class GpuThread {
                                      : r_.buffers[peer] + sums_at(r_, half_, v);
     *reinterpret_cast<uint4*>(to) = Values<T>::pack(sum.values);
   }
-  __device__ void take(int, uint32_t v) const {
-    const uint4 value = *reinterpret_cast<const uint4*>(r_.buffers[r_.rank] + sums_at(r_, half_, v));
-    reinterpret_cast<uint4*>(r_.x)[v] = value;
+  __device__ void take(int, uint32_t v) const { reinterpret_cast<uint4*>(r_.x)[v] = total(v); }
+  // Vector v of the sums that others push, or that `store` has left there.
+  __device__ uint4& total(uint32_t v) const {
+    return *reinterpret_cast<uint4*>(r_.buffers[r_.rank] + sums_at(r_, half_, v));
   }
 
   __device__ bool takes_part(int rank) const { return kSize != 0 || rank < r_.size; }
@@ -204,14 +208,72 @@ __device__ __forceinline__ float block_sum(float value, uint32_t num_threads, fl
   return total;
 }
 
-// One shot, a block for each row: hidden = round(sum) + residual, normed = hidden / sqrt(mean of squares + eps) *
-// weight.
+// What follows a row's sum: hidden = round(sum) + residual, normed = hidden / sqrt(mean of squares + eps) * weight.
+template <typename T>
+class RowEnd {
+ public:
+  static constexpr int kMost = 4;  // vectors of a row that a thread has
+
+  // Reads weights, while other ranks' vectors are on their way.
+  __device__ explicit RowEnd(const AllReduceRequest& request) : r_(request) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const uint32_t c = threadIdx.x + k * r_.num_threads;
+      if (c < r_.row_vectors) ahead_[k] = weight(c);
+    }
+  }
+
+  // `sum_of(v)` is vector v of the sum, rounded. Of the block's threads each has some columns of the row.
+  template <typename SumOf>
+  __device__ __forceinline__ void finish(uint32_t row, SumOf sum_of) {
+    constexpr int kCount = Values<T>::kCount;
+    float(&parts)[2][32] = shared_parts();
+    uint4 hidden[kMost];
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const uint32_t c = threadIdx.x + k * r_.num_threads;
+      if (c >= r_.row_vectors) break;
+      const uint32_t v = row * r_.row_vectors + c;
+      const uint4 residual = reinterpret_cast<const uint4*>(r_.residual)[v];  // read while `sum_of` waits
+      float sum[kCount], added[kCount];
+      Values<T>::unpack(sum_of(v), sum);
+      Values<T>::unpack(residual, added);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) added[i] += sum[i];
+      hidden[k] = Values<T>::pack(added);
+      reinterpret_cast<uint4*>(r_.hidden)[v] = hidden[k];
+      Values<T>::unpack(hidden[k], added);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) squares += added[i] * added[i];
+    }
+    const float mean = block_sum(squares, r_.num_threads, parts[turn_++ % 2]) / (r_.row_vectors * kCount);
+    const float scale = rsqrtf(mean + r_.eps);
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const uint32_t c = threadIdx.x + k * r_.num_threads;
+      if (c >= r_.row_vectors) break;
+      float factors[kCount], values[kCount];
+      Values<T>::unpack(k < kAhead ? ahead_[k] : weight(c), factors);
+      Values<T>::unpack(hidden[k], values);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = values[i] * scale * factors[i];
+      reinterpret_cast<uint4*>(r_.normed)[row * r_.row_vectors + c] = Values<T>::pack(values);
+    }
+  }
+
+ private:
+  static constexpr int kAhead = 2;  // of kMost, those whose weight is read ahead
+  __device__ uint4 weight(uint32_t c) const { return reinterpret_cast<const uint4*>(r_.weight)[c]; }
+
+  const AllReduceRequest& r_;
+  uint4 ahead_[kAhead]{};
+  uint32_t turn_ = 0;
+};
+
+// One shot, a block for each row.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kMaxThreads + 32) fused_kernel(const __grid_constant__ AllReduceRequest r) {
-  constexpr int kMost = 4;   // vectors of a row that a thread has
-  constexpr int kAhead = 2;  // of them, those whose weight is read while words are on their way
-  constexpr int kCount = Values<T>::kCount;
-  float(&parts)[2][32] = shared_parts();
   GpuThread<T, kSize> thread(r);
   if (threadIdx.x >= r.num_threads) {
     count_steps(thread, r);
@@ -231,47 +293,26 @@ __global__ void __launch_bounds__(kMaxThreads + 32) fused_kernel(const __grid_co
       if (v != first) push_vector(thread, r, thread.read(v), v);
     }
   }
-  const uint4* weight = reinterpret_cast<const uint4*>(r.weight);
-  uint4 ahead[kAhead]{};
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    const uint32_t c = threadIdx.x + k * r.num_threads;
-    if (c < r.row_vectors) ahead[k] = weight[c];
+  RowEnd<T> end(r);
+  for (uint32_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
+    end.finish(row, [&](uint32_t v) { return Values<T>::pack(thread.sum_of_words(thread.own(v), v).values); });
   }
-  uint32_t turn = 0;
-  for (uint32_t row = blockIdx.x; row < num_rows; row += gridDim.x, ++turn) {
-    uint4 hidden[kMost];
-    float squares = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      const uint32_t c = threadIdx.x + k * r.num_threads;
-      if (c >= r.row_vectors) break;
-      const uint32_t v = row * r.row_vectors + c;
-      const uint4 residual = reinterpret_cast<const uint4*>(r.residual)[v];  // read while words are on their way
-      const typename GpuThread<T, kSize>::Sum sum = thread.sum_of_words(thread.own(v), v);
-      float rounded[kCount], added[kCount];
-      Values<T>::unpack(Values<T>::pack(sum.values), rounded);
-      Values<T>::unpack(residual, added);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) added[i] += rounded[i];
-      hidden[k] = Values<T>::pack(added);
-      reinterpret_cast<uint4*>(r.hidden)[v] = hidden[k];
-      Values<T>::unpack(hidden[k], added);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) squares += added[i] * added[i];
-    }
-    const float mean = block_sum(squares, r.num_threads, parts[turn % 2]) / (r.row_vectors * kCount);
-    const float scale = rsqrtf(mean + r.eps);
-#pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      const uint32_t c = threadIdx.x + k * r.num_threads;
-      if (c >= r.row_vectors) break;
-      float factors[kCount], values[kCount];
-      Values<T>::unpack(k < kAhead ? ahead[k] : weight[c], factors);
-      Values<T>::unpack(hidden[k], values);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = values[i] * scale * factors[i];
-      reinterpret_cast<uint4*>(r.normed)[row * r.row_vectors + c] = Values<T>::pack(values);
+}
+
+// Two shots. A block takes as many rows at a time as its threads have parts of rows.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kMaxThreads + 32) fused_two_shot_kernel(const __grid_constant__ AllReduceRequest r) {
+  GpuThread<T, kSize> thread(r);
+  if (threadIdx.x >= r.num_threads) {
+    count_steps(thread, r);
+    return;
+  }
+  RowEnd<T> end(r);
+  two_shot_steps(thread, r);
+  const uint32_t num_rows = r.num_vectors / r.row_vectors, together = r.num_threads / (r.row_vectors / r.size);
+  for (uint32_t first = blockIdx.x * together; first < num_rows; first += gridDim.x * together) {
+    for (uint32_t row = first; row < first + together && row < num_rows; ++row) {
+      end.finish(row, [&](uint32_t v) { return thread.total(v); });
     }
   }
 }

@@ -102,3 +102,15 @@ def test_every_vector_is_added_up_once(size: int) -> None:
                 assert two_shots or sorted(mine) == list(range(num_vectors))
                 summed += mine
             assert not two_shots or sorted(summed) == list(range(num_vectors))
+
+
+@pytest.mark.parametrize("size, part, rows", [(2, 2, 5), (4, 3, 2), (8, 1, 7)])
+def test_the_block_that_has_a_row_gets_and_adds_up_all_of_it(size: int, part: int, rows: int) -> None:
+    """On every rank, so that it can normalise the row when its own flags have come."""
+    for rank in range(size):
+        launch = Launch(rank, size, rows * size * part, 2, part, True, False, size * part)
+        for block in range(2):
+            steps = [step for thread in range(part) for step in two_shot_steps(launch, block, thread)]
+            got = [step.vector for step in steps if step.act in (Act.SUM, Act.TAKE)]
+            mine = range(block, rows, 2)
+            assert sorted(got) == [row * size * part + i for row in mine for i in range(size * part)]

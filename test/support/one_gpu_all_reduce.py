@@ -4,6 +4,7 @@ launch gave up."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -67,16 +68,17 @@ class Rounds:
             own.all_gather(mine, gathered)
             wrong[3].add_((gathered.view(torch.int16) != torch.stack(parts).view(torch.int16)).sum())
             num_launches += 1
-            if self.nbytes % (2 * ROW) == 0:
-                self._fused(rank, mine, wanted)
+        for two in (False, True):
+            if self.nbytes % (2 * ROW) == 0 and own.takes_rows(mine.view(-1, ROW), two):
+                self._fused(rank, mine, wanted, two)
                 num_launches += 1
         if num_launches % 2 == 0:  # so that each launch uses the other half of the buffers in the next replay
             own.all_reduce(mine.clone(), True)
 
-    def _fused(self, rank: int, mine: torch.Tensor, wanted: torch.Tensor) -> None:
+    def _fused(self, rank: int, mine: torch.Tensor, wanted: torch.Tensor, two: bool) -> None:
         wrong, x, residual = self.wrong[rank], mine.clone().view(-1, ROW), self.residual.view(-1, ROW)
         hidden, normed = residual.clone(), torch.empty_like(x)
-        self.ranks.ranks[rank].all_reduce_add_norm(x, hidden, self.weight, 1e-6, hidden, normed)
+        self.ranks.ranks[rank].all_reduce_add_norm(x, hidden, self.weight, 1e-6, hidden, normed, two)
         added = wanted.view(-1, ROW) + residual
         wrong[4].add_((hidden.view(torch.int16) != added.view(torch.int16)).sum())
         exact = added.float() * (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight.float()
@@ -179,11 +181,14 @@ def types(ranks: OneProcessRanks) -> dict[str, object]:
 
 
 def rows(ranks: OneProcessRanks) -> dict[str, object]:
-    """Sum, residual and norm of rows of every length: of one to four vectors for each thread."""
+    """Sum, residual and norm of rows of every length: of one to four vectors for each thread; in two shots too where
+    ranks have whole warps' parts of a row."""
     num = 0
     for numel in (8, 264, 4096, 4104, 8192, 12288, 16384):
-        for count in (1, 3, 32):
+        for count, two in itertools.product((1, 3, 32, 70), (False, True)):
             parts = [torch.randn(count, numel, device=DEVICE).bfloat16() for _ in ranks.ranks]
+            if not ranks.ranks[0].takes_rows(parts[0], two):
+                continue
             residual, weight = torch.randn_like(parts[0]), torch.randn_like(parts[0][0])
             added = in_order(parts) + residual
             scale = (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -193,7 +198,7 @@ def rows(ranks: OneProcessRanks) -> dict[str, object]:
             torch.cuda.synchronize()
             for rank, (own, stream) in enumerate(zip(ranks.ranks, ranks.streams, strict=True)):
                 with torch.cuda.stream(stream):
-                    own.all_reduce_add_norm(parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank])
+                    own.all_reduce_add_norm(parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank], two)
             torch.cuda.synchronize()
             assert not ranks.lost
             for rank in range(ranks.size):

@@ -23,12 +23,11 @@ logger = logging.getLogger(__name__)
 
 # Bytes of a message, by the number of ranks, up to which one shot is faster than two: it sends all data to all ranks,
 # in words of which only half is data.
-ONE_SHOT_BYTES = {2: 1 << 20, 3: 256 << 10, 4: 128 << 10}
+ONE_SHOT_BYTES = {2: 1 << 20, 3: 256 << 10, 4: 256 << 10}
 _ONE_SHOT_OF_MANY = 64 << 10
 # Larger messages go through NCCL, which gathers all parts, so that they are added in the order of ranks: twice as many
 # bytes cross the links, and torch's operators add them. The largest prefill step of an 8B takes all of it.
 MAX_BYTES = 64 << 20
-_MAX_ROW_BYTES = 32 << 10  # of a row to normalise: four vectors for each thread of a block
 _EPS = 1e-6  # of the norm in the trial
 _TRIAL_S = 30.0  # limit for each launch of the trial, which the ranks begin together
 
@@ -95,21 +94,24 @@ class PeerBackend:
     def _round(self, own: PeerAllReduce, x: torch.Tensor, wanted: torch.Tensor, parts: torch.Tensor) -> str:
         """Run each of our operations on ``x`` [rows, n]. ``wanted`` [rows, n] is the sum of all ranks' ``x``, and
         ``parts`` [ranks, rows, n] are these themselves. Returns the first problem, "" if there is none."""
-        one, two, hidden, normed = x.clone(), x.clone(), torch.ones_like(x), torch.empty_like(x)
+        one, two, hidden, normed = x.clone(), x.clone(), torch.empty_like(x), torch.empty_like(x)
         weight, gathered = torch.full_like(x[0], 0.5), torch.empty_like(parts)
         own.all_reduce(one, False)
         own.all_reduce(two, True)
         own.all_gather(x, gathered)
-        own.all_reduce_add_norm(x, hidden, weight, _EPS, hidden, normed)
         added = wanted + 1
         exact = F.rms_norm(added.float(), (x.shape[1],), weight.float(), _EPS)
         right = {
             "one shot": torch.equal(one, wanted),
             "two shots": torch.equal(two, wanted),
             "gather": torch.equal(gathered, parts),
-            "sum and residual": torch.equal(hidden, added),
-            "norm": bool((normed.float() - exact).norm() <= 0.02 * exact.norm()),
         }
+        for two_shots in (False, True):
+            if own.takes_rows(x, two_shots):
+                hidden.fill_(1)
+                own.all_reduce_add_norm(x, hidden, weight, _EPS, hidden, normed, two_shots)
+                right[f"sum and residual, two shots: {two_shots}"] = torch.equal(hidden, added)
+                right[f"norm, two shots: {two_shots}"] = bool((normed.float() - exact).norm() <= 0.02 * exact.norm())
         for way, holds in right.items():
             if not holds:
                 return f"{way} with {len(x)} rows" + (", a peer was not seen" if own.lost else "")
@@ -144,18 +146,12 @@ class PeerBackend:
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
-        """See ``memory_order.CollectiveBackend``. One launch, for ``x`` that fits one shot, rows of at most 32 KB and a
-        weight of the same dtype; else None."""
-        own, row = self._own, x[0].nbytes if x.dim() == 2 and len(x) else 0
-        if (
-            own is None
-            or not self._fuses_norm
-            or not own.takes(x)
-            or x.nbytes > own.one_shot_bytes
-            or weight.dtype is not x.dtype
-        ):
+        """See ``memory_order.CollectiveBackend``. One launch, for rows that ``PeerAllReduce.takes_rows`` and a weight
+        of the same dtype; else None."""
+        own = self._own
+        if own is None or not self._fuses_norm or not own.takes(x) or weight.dtype is not x.dtype:
             return None
-        if row == 0 or row % 16 or row > _MAX_ROW_BYTES:
+        if not own.takes_rows(x):
             return None
         normed = torch.empty_like(x)
         own.all_reduce_add_norm(x, residual, weight, eps, residual, normed)

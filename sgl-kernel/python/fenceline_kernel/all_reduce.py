@@ -19,7 +19,8 @@ _ONE_SHOT_THREADS = 128  # of a block, if the blocks suffice: several SMs send a
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _UNIT = "all_reduce"
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_ONE_SHOT, _TWO_SHOTS, _FUSED, _GATHER = range(4)
+_ONE_SHOT, _TWO_SHOTS, _FUSED, _FUSED_TWO_SHOTS, _GATHER = range(5)
+_ROW_PARTS = 4  # the most vectors of a row that a thread normalises
 
 
 class AllReduceRequest(ctypes.Structure):
@@ -197,21 +198,42 @@ class PeerAllReduce:
         eps: float,
         hidden: torch.Tensor,
         normed: torch.Tensor,
+        two_shots: bool | None = None,
     ) -> None:
         """``hidden`` = sum of ``x`` over ranks, rounded, + ``residual``, rounded; ``normed`` = RMSNorm of it: all
-        [rows, row] of one type and contiguous, ``weight`` [row], ``x`` at most ``one_shot_bytes``, a row at most 32
-        KB. ``hidden`` may be ``residual``. In one launch on the current stream; the norm is computed in float32."""
+        [rows, row] of one type and contiguous, ``weight`` [row]. :meth:`takes_rows` must be true for ``x`` and
+        ``two_shots``. ``hidden`` may be ``residual``. In one launch on the current stream; the norm is computed in
+        float32."""
         assert x.dim() == 2 and x.shape == residual.shape == hidden.shape == normed.shape, "rows of one shape"
-        request = self._filled(x, _FUSED)
-        assert x.nbytes <= self.one_shot_bytes and x[0].nbytes % _VECTOR == 0, "whole vectors, in one shot"
+        assert self.takes_rows(x, two_shots), f"{tuple(x.shape)} cannot be normalised here"
+        two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
+        request = self._filled(x, _FUSED_TWO_SHOTS if two_shots else _FUSED)
         for name, tensor in (("residual", residual), ("weight", weight), ("hidden", hidden), ("normed", normed)):
             assert tensor.is_contiguous() and tensor.dtype is x.dtype, f"{name} is laid out like x"
             setattr(request, name, tensor.data_ptr())
-        request.row_vectors = x[0].nbytes // _VECTOR
+        vectors = request.row_vectors = x[0].nbytes // _VECTOR
         request.eps = eps
-        request.num_threads = min(_MAX_THREADS, -(-request.row_vectors // 32) * 32)
-        request.num_blocks = min(self._max_blocks, len(x))
+        together = self._rows_together(x) if two_shots else 1
+        threads = together * vectors // self.size if two_shots else min(_MAX_THREADS, vectors)
+        request.num_threads = -(-threads // 32) * 32
+        request.num_blocks = min(self._max_blocks, -(-len(x) // together))
         self._run(request)
+
+    def takes_rows(self, x: torch.Tensor, two_shots: bool | None = None) -> bool:
+        """Whether :meth:`all_reduce_add_norm` takes ``x`` [rows, row], for which :meth:`takes` is true: rows of whole
+        vectors and at most 32 KB. In two shots (None: where ``x`` has more than ``one_shot_bytes``) a rank's part of
+        a row must also be whole warps' vectors."""
+        if x[0].nbytes % _VECTOR or x[0].nbytes > _ROW_PARTS * _MAX_THREADS * _VECTOR:
+            return False
+        two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
+        return self._rows_together(x) > 0 if two_shots else x.nbytes <= self.one_shot_bytes
+
+    def _rows_together(self, x: torch.Tensor) -> int:
+        """How many rows a block takes at a time in two shots, a thread for each vector of its rank's part: several if
+        there are more rows than blocks, or if threads would be too few for the whole row. 0: it cannot be done."""
+        part, uneven = divmod(x[0].nbytes // _VECTOR, self.size)
+        least, most = -(-self.size // _ROW_PARTS), _MAX_THREADS // max(part, 1)
+        return 0 if uneven or part % 32 or most < least else max(least, min(-(-len(x) // self._max_blocks), most))
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write all ranks' ``x`` to ``out`` [size, *shape of x], contiguous, in the order of ranks, in one launch on

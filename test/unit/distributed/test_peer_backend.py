@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fenceline_kernel import KernelUnavailable
+from fenceline_kernel.all_reduce import PeerAllReduce
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import parse_args
@@ -76,6 +78,10 @@ class FakeAllReduce:
     def takes(self, x: torch.Tensor) -> bool:
         return 0 < x.nbytes <= MAX_BYTES and x.nbytes % 16 == 0
 
+    takes_rows: Any = PeerAllReduce.takes_rows
+    _rows_together: Any = PeerAllReduce._rows_together
+    _max_blocks, size = 128, 2
+
     def all_reduce(self, x: torch.Tensor, registered: bool = False) -> None:
         self.calls.append((x.nbytes, registered))
         if x.is_floating_point():
@@ -89,7 +95,9 @@ class FakeAllReduce:
         eps: float,
         hidden: torch.Tensor,
         normed: torch.Tensor,
+        two_shots: bool | None = None,
     ) -> None:
+        assert self.takes_rows(x, two_shots)
         hidden.copy_(residual + x * 2)
         normed.copy_(F.rms_norm(hidden.float(), hidden.shape[1:], weight.float(), eps))
 
@@ -263,6 +271,7 @@ def test_one_rank_that_finds_kernels_wrong_turns_them_off(
             eps: float,
             hidden: torch.Tensor,
             normed: torch.Tensor,
+            two_shots: bool | None = None,
         ) -> None:
             hidden.copy_(residual + kernels.gather(self.rank, x).float().sum(0).bfloat16())
             normed.copy_(F.rms_norm(hidden.float(), hidden.shape[1:], weight.float(), eps))
@@ -271,6 +280,9 @@ def test_one_rank_that_finds_kernels_wrong_turns_them_off(
 
         def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(kernels.gather(self.rank, x))
+
+        def takes_rows(self, x: torch.Tensor, two_shots: bool | None = None) -> bool:
+            return not two_shots
 
         def limit(self, limit_s: float) -> None:
             pass
@@ -299,7 +311,7 @@ def test_one_rank_that_finds_kernels_wrong_turns_them_off(
     assert caplog.text.count(f"is wrong here and is not used: {shown}") == 2
 
 
-def test_rows_of_one_shot_are_summed_and_normed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_summed_and_normed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _, _ = make(monkeypatch)
     x, residual, weight = (torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.ones(64).bfloat16())
     wanted = residual + x * 2
@@ -307,7 +319,8 @@ def test_rows_of_one_shot_are_summed_and_normed_in_one_launch(monkeypatch: pytes
     assert normed is not None and torch.equal(residual, wanted)
     assert torch.allclose(normed.float(), F.rms_norm(wanted.float(), (64,), eps=1e-6), rtol=0.02)
     for given, scale in (
-        (torch.zeros(one_shot_bytes(2) // 128 + 1, 64).bfloat16(), weight),  # too large for one shot
+        # Too large for one shot, and a rank's part of a row is less than a warp's; with larger parts see below.
+        (torch.zeros(one_shot_bytes(2) // 128 + 1, 64).bfloat16(), weight),
         (torch.zeros(1, 20_000).bfloat16(), torch.ones(20_000).bfloat16()),  # too long a row
         (torch.zeros(4, 6).bfloat16(), weight[:6]),  # rows that are no whole vectors
         (x, weight.float()),  # a weight with an offset
@@ -316,6 +329,10 @@ def test_rows_of_one_shot_are_summed_and_normed_in_one_launch(monkeypatch: pytes
         before = given.clone()
         assert backend.all_reduce_add_norm(given, torch.zeros_like(given), scale, 1e-6) is None
         assert torch.equal(given, before)
+    many = torch.randn(one_shot_bytes(2) // 1024 + 1, 512).bfloat16()
+    wanted, residual_of_many = many * 2, torch.zeros_like(many)
+    assert backend.all_reduce_add_norm(many, residual_of_many, torch.ones(512).bfloat16(), 1e-6) is not None
+    assert torch.equal(residual_of_many, wanted)
     without = PeerBackend(FakeNccl(), CPU, fuses_norm=False)  # type: ignore[arg-type]
     assert without.all_reduce_add_norm(x, residual, weight, 1e-6) is None
 
