@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fenceline.config.draft_config import StepShape
-from fenceline.config.engine_config import EngineConfig, cuda_graph_bs
+from fenceline.config.engine_config import EngineConfig
 from fenceline.config.model_files import weight_files
 from fenceline.config.weight_headers import check_fits, read_headers, weight_bytes
 from fenceline.ipc.progress import announced
@@ -132,7 +132,7 @@ def build_parts(config: EngineConfig, device: Device, shard: Shard, show_progres
 
 
 def _with_room_for_states(config: EngineConfig, device: Device, model: CausalLM) -> EngineConfig:
-    """``config``, in which no more requests run than ``most_running`` on each rank."""
+    """``config``, in which no more requests run than ``most_running`` on each rank, nor has a graph more."""
     if not model.state_specs:
         return config
     with device.forward.active():
@@ -140,8 +140,10 @@ def _with_room_for_states(config: EngineConfig, device: Device, model: CausalLM)
     if most == config.max_running_requests:
         return config
     logger.info("At most %d requests run at a time, because of their states (--max-running-requests)", most)
-    buckets = cuda_graph_bs(config.server_args, config.device, most)
-    return replace(config, max_running_requests=most, cuda_graph_bs=buckets)
+    sizes = config.cuda_graph_bs
+    if sizes and sizes[-1] > most:
+        sizes = *[size for size in sizes if size < most], most
+    return replace(config, max_running_requests=most, cuda_graph_bs=sizes)
 
 
 def _make_states(config: EngineConfig, device: Device, model: CausalLM, num_rows: int) -> StatePool | None:

@@ -29,6 +29,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     UpdateWeightsReq,
 )
+from fenceline.model_executor import parts
 
 _TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "schedule_conservativeness": 0.01}
 _LENGTHS = (50, 64, 115, 150)  # states are made at multiples of 64 tokens, some of them while the request decodes
@@ -198,6 +199,17 @@ def test_what_states_do_not_allow_is_refused_with_a_remedy(
     args = ServerArgs(model_path=str(checkpoint[0]), device="cpu", **sizes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=reason):
         resolve(args)
+
+
+@pytest.mark.parametrize(("asked", "captured"), [((2, 8), (2, 3)), ((1, 2), (1, 2)), ((3, 4), (3,))])
+def test_graphs_are_captured_for_as_many_requests_as_have_room_for_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...], captured: tuple[int, ...]
+) -> None:
+    """How many that is, is known when the weights have been loaded: too late to refuse a size."""
+    save_checkpoint("lfm2", tmp_path)
+    monkeypatch.setattr(parts, "most_running", lambda *_: 3)
+    config = make_model_driver(model_path=str(tmp_path), cuda_graph_bs=asked).worker.parts.config
+    assert (config.max_running_requests, config.cuda_graph_bs) == (3, captured)
 
 
 def test_models_without_states_have_no_use_for_their_number() -> None:
