@@ -16,7 +16,7 @@ from fenceline.scheduler.admission import AdmissionState, would_admit
 from fenceline.scheduler.image_cache import StepImages
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
-from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing
+from fenceline.scheduler.schedule_policy import PrefixWork, StepSharing, StepTime
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -35,6 +35,7 @@ class _Budget:
     work: float
     scored_tokens: int
     num_reqs: int
+    time: StepTime | None = None
 
 
 @dataclass(slots=True)
@@ -136,21 +137,29 @@ class PrefillPlanner:
         state: AdmissionState,
         num_waiting: Callable[[], int],
         most_tokens: int,
+        time: StepTime | None = None,
     ) -> PrefillPlan | None:
-        """The next extend step of at most ``most_tokens``, or None if nothing fits. ``waiting`` makes a new iterator at
-        each call. Requests that are admitted get a row, and are counted in ``state``. ``chunked`` is the request whose
-        prompt an earlier step left half-way. If it would take more than half of the step, waiting prompts that fit
-        whole into the other half come first: they do not wait for the long prompts before them. Otherwise, and always
-        if prompts are not split, it comes first itself. ``num_waiting`` counts the tokens of all waiting prompts; it is
-        called only if a second prompt might join the step."""
+        """The next extend step of at most ``most_tokens`` and, if it is limited, ``time``, or None if nothing fits.
+        ``waiting`` makes a new iterator at each call. Requests that are admitted get a row, and are counted in
+        ``state``. ``chunked`` is the request whose prompt an earlier step left half-way. If it would take more than
+        half of the step, waiting prompts that fit whole into the other half come first: they do not wait for the long
+        prompts before them. Otherwise, and always if prompts are not split, it comes first itself. ``num_waiting``
+        counts the tokens of all waiting prompts; it is called only if a second prompt might join the step."""
+        if chunked is not None and time is not None:
+            most_tokens = time.max_tokens(chunked.allocated_len, most_tokens)
         plan = _Plan(most_tokens)
         work = 0.0 if self._prefix_work is None else self._prefix_work.of_step(most_tokens)
-        budget = _Budget(most_tokens, work, MAX_SCORED_TOKENS, self._max_reqs or self._memory.rows.size)
+        budget = _Budget(most_tokens, work, MAX_SCORED_TOKENS, self._max_reqs or self._memory.rows.size, time)
         if chunked is not None:
             # If prompts are not split, one is half-way because of its images only, and goes on as a whole.
             is_split = self._chunk_size is not None
-            if is_split and chunked.num_tokens - chunked.allocated_len > most_tokens - most_tokens // 2:
+            half, start = most_tokens - most_tokens // 2, chunked.allocated_len
+            if is_split and chunked.num_tokens - start > half:
+                if time is not None:
+                    time.take(half, start)
                 self._admit_waiting(plan, waiting(), chunked, state, budget, num_waiting)
+                if time is not None:
+                    time.take(-half, start)
             is_shared = bool(plan.reqs)
             self._add_chunk(plan, chunked, budget, chunked.allocated_len)
         # If the chunked prompt is still half-way, it has used up the step; there is at most one such prompt.
@@ -249,6 +258,8 @@ class PrefillPlanner:
                     return
             num_cached = self._memory.match(req).num_tokens
             num_new = req.num_tokens - num_cached
+            if budget.time is not None:
+                room = budget.time.max_tokens(num_cached, room)
             size = self._chunk_tokens(req, num_cached, budget, plan.images)
             if chunked is not None:
                 num_scored = num_new if req.scores_prompt else 0
@@ -305,6 +316,8 @@ class PrefillPlanner:
             most = self._prefix_work.max_tokens(max(budget.work, 0.0), start)
             # Not less than the lookahead: so many tokens may be left of the prompt, and they cannot be split.
             size = min(size, max(most, self.step_tokens // 4, self._memory.tree.lookahead, 1))
+        if budget.time is not None and self._chunk_size is not None:
+            size = budget.time.max_tokens(start, size)
         if req.scores_prompt:
             size = min(size, max(req.source.logprob_start_len - start, 0) + budget.scored_tokens)
         # The draft's KV of a chunk is computed from tokens that follow it; these must be tokens of the prompt.
@@ -340,6 +353,8 @@ class PrefillPlanner:
         budget.num_reqs -= 1
         if self._prefix_work is not None:
             budget.work -= self._prefix_work.of_tokens(size, start)
+        if budget.time is not None:
+            budget.time.take(size, start)
         plan.num_step_tokens += size
 
     def _chunk(self, req: Req, tokens: I32, start: int, end: int, done: bool) -> Chunk:

@@ -11,6 +11,7 @@ from random import Random
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.mem_cache.tree.radix_cache import TreeNode
+from fenceline.model_executor.step import MixedCosts
 from fenceline.scheduler.req import Prefix, Req
 
 # As in SGLang, a longer queue is served first come, first served: looking up all its prefixes would cost too much.
@@ -93,6 +94,30 @@ class PrefixWork:
         """The greatest number of tokens after a prefix of ``prefix_len`` whose work is at most ``work`` (>= 0)."""
         slope = 1 + prefix_len / self.even_tokens
         return int(self.even_tokens * (sqrt(slope**2 + 2 * work / self.even_tokens) - slope))
+
+
+@dataclass(slots=True)
+class StepTime:
+    """What is left of the time of a step in which others decode: ``limit`` seconds, less what attention to prefixes
+    takes of them. It has ``num_tokens`` tokens so far, and those who decode have ``context`` tokens. However long that
+    takes, it has ``least`` tokens of prompts."""
+
+    costs: MixedCosts
+    limit: float
+    num_tokens: int
+    context: int
+    least: int
+
+    def max_tokens(self, prefix_len: int, most: int) -> int:
+        """The greatest number of further tokens, up to ``most``, after a prefix of ``prefix_len``."""
+        fitting = self.costs.tokens_within(self.limit, self.num_tokens, prefix_len, self.context, most)
+        return max(fitting, min(self.least, most))
+
+    def take(self, num_tokens: int, prefix_len: int) -> None:
+        """The step gets ``num_tokens`` after a prefix of ``prefix_len``; if negative, it gives them back."""
+        self.limit -= self.costs.per_pair * num_tokens * prefix_len
+        self.num_tokens += num_tokens
+        self.least -= num_tokens
 
 
 def max_of_body(device: str) -> int | None:

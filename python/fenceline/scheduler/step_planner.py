@@ -22,6 +22,7 @@ from fenceline.scheduler.running_batch import NewTokenRatio
 from fenceline.scheduler.schedule_policy import (
     PrefixWork,
     StepSharing,
+    StepTime,
     max_prefills_in_row,
     num_waiting_tokens,
     order_waiting,
@@ -130,9 +131,10 @@ class StepPlanner:
         """The prompts of a step that ``num_decodes`` running requests share: of the chunked request and the waiting
         ones. None: none of them fits."""
         population, chunked, step_tokens = self.population, self.population.chunked, self.prefill.step_tokens
-        most = self.most_prompt_tokens(num_decodes)
+        most = max(step_tokens - num_decodes, step_tokens // 4, 1)
+        time = self.step_time(num_decodes)
         queue = partial(num_waiting_tokens, self.waiting, self.waiting.num_reqs)
-        plan = self.prefill.plan(self.candidates, chunked, self.admission_state(), queue, most)
+        plan = self.prefill.plan(self.candidates, chunked, self.admission_state(), queue, most, time)
         if plan is not None:
             for req in plan.reqs:
                 if req is not chunked:
@@ -146,24 +148,16 @@ class StepPlanner:
             self._in_row += max(plan.num_new_tokens, least)
         return plan
 
-    def most_prompt_tokens(self, num_decodes: int) -> int:
-        """Of a step that ``num_decodes`` requests share: prompts always go on, but the step has no more tokens than
-        without them, and takes no longer than --max-inter-token-ms, or what is good for people who read along."""
-        most = max(self.prefill.step_tokens - num_decodes, self.prefill.step_tokens // 4, 1)
-        costs, chunked = self._mixed_costs, self.population.chunked
+    def step_time(self, num_decodes: int) -> StepTime | None:
+        """The time of a step that ``num_decodes`` requests share: --max-inter-token-ms, or what is good for people who
+        read along. None: it is not limited."""
+        costs, context = self._mixed_costs, self.running.num_tokens
         if costs is None or not num_decodes:
-            return most
-        if chunked is None:
-            first = next(iter(self.candidates()), None)
-            prefix = 0 if first is None else self.memory.match(first).num_tokens
-        else:
-            prefix = chunked.allocated_len
-        context = self.running.num_tokens
+            return None
         limit = max(_INTER_TOKEN_S, _INTER_TOKEN_STEPS * costs.of(0, num_decodes, 0, context))
         if self._most_ms is not None:
             limit = self._most_ms / 1e3
-        fitting = costs.tokens_within(limit, num_decodes, prefix, context, most)
-        return max(fitting, min(most, _LEAST_PROMPT_TOKENS))
+        return StepTime(costs, limit, num_decodes, context, _LEAST_PROMPT_TOKENS)
 
     def candidates(self) -> Iterator[Req]:
         """The waiting requests that may be admitted now, in the order of the policy."""

@@ -150,8 +150,11 @@ def test_chunks_end_before_a_token_is_late() -> None:
         if num and decodes:
             prefix, context = int(batch.starts[0]), int(batch.seq_lens[-decodes:].sum())
             fitting = COSTS.tokens_within(0.016, decodes, prefix, context, 256 - decodes)
-            assert num <= max(fitting, 32) and COSTS.of(fitting + 1, decodes, prefix, context) > 0.016
-            seconds.append(COSTS.of(num, decodes, prefix, context))
+            assert num <= max(fitting, 32) or len(batch.chunks) > 1
+            lens = batch.seq_lens - batch.starts
+            pairs = int((lens * batch.starts)[:-decodes].sum())
+            seconds.append(COSTS.of(num, decodes, 0, context) + COSTS.per_pair * pairs)
+            assert num <= 32 or seconds[-1] <= 0.016, "each prompt counts with its own prefix"
         elif num:
             alone.append(num)
         return launch(batch)
@@ -164,6 +167,14 @@ def test_chunks_end_before_a_token_is_late() -> None:
     again = [request(f"{i}, again", [i + 1] * 700 + [20 + i] * 200, max_new_tokens=60) for i in range(0, 12, 3)]
     in_turns(driver, again, 5)
     assert_right(driver, *again)
+    # One that has no prefix before one that has.
+    driver.send(request("first", [40] * 20, max_new_tokens=60))
+    driver.step()
+    driver.step()
+    both = [request("short", [41] * 20, max_new_tokens=4), request("long", [1] * 700 + [50] * 200, max_new_tokens=4)]
+    driver.send(*both)
+    driver.run()
+    assert_right(driver, *both)
     assert max(alone) == 256
     assert sum(0.015 < one <= 0.016 for one in seconds) > 5 and max(seconds) > 0.016
 
@@ -178,7 +189,9 @@ def test_without_a_limit_steps_beside_prompts_are_short_beside_those_without() -
         for _ in range(2):
             running.step()
         planner = running.scheduler.planner
-        num, context = planner.most_prompt_tokens(decodes), planner.running.num_tokens
+        time, context = planner.step_time(decodes), planner.running.num_tokens
+        assert time is not None
+        num = time.max_tokens(0, 4096)
         assert context == decodes * 20
         assert driver.worker.step_costs.of(num, decodes, 0, context) == pytest.approx(max(0.030, 4 * alone), rel=0.1)
 
