@@ -6,14 +6,29 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from storage_cases import page_files
 from storage_faults import FaultyBackend
-from storage_tier import KEYS, NUM_PAGES, PAGE, PATIENCE_S, TWO_PAGES, Gate, Make, file_backend, tiers_of_one_test
+from storage_tier import (
+    KEYS,
+    NUM_PAGES,
+    PAGE,
+    PATIENCE_S,
+    TWO_PAGES,
+    DictBackend,
+    Gate,
+    Make,
+    file_backend,
+    tiers_of_one_test,
+)
 
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
+from fenceline.config.state_layout import convolution
+from fenceline.mem_cache.host.host_states import HostStates
+from fenceline.mem_cache.state_pool import StatePool
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched, Found, StorageLimits, TimedOut, Written, apply
-from fenceline.mem_cache.storage.worker import Outcome, Prefetch
-from fenceline.memory_order import Points
+from fenceline.mem_cache.storage.worker import Outcome, Prefetch, StoredStates
+from fenceline.memory_order import Points, open_device
 
 make = tiers_of_one_test
 
@@ -223,6 +238,33 @@ def test_prefetches_are_bounded_in_pages(make: Make, tmp_path: Path) -> None:
     assert again.num_found == 4, "all is given back"
     tier.controller.cancel(again)
     tier.settle()
+
+
+def test_a_prefix_with_states_is_cut_where_one_is(make: Make, tmp_path: Path) -> None:
+    """There is room for five pages, and a state after two, four and eight of them."""
+    pool = StatePool(1, 1, [convolution(4, 3, "float32")], torch.device("cpu"))
+    states = HostStates(open_device("cpu"), pool, 2)
+    stored, limits = StoredStates(states, DictBackend(states.nbytes)), StorageLimits(max_fetch_pages=5)
+    tier = make(file_backend(tmp_path), limits=limits, states=stored)
+    tier.store(KEYS[:8])
+    for end in (2, 4, 8):
+        states.buffer[0] = end
+        stored.set(KEYS[end - 1], 0)
+    for held, num_pages in ((0, 4), (2, 2), (4, 0)):
+        holders = [Prefetch(9, KEYS[:held], ends=[held])] if held else []
+        for op in holders:
+            tier.controller.query(op)
+            tier.until(lambda op=op: op.num_found > 0)  # type: ignore[misc]
+        op = Prefetch(1, KEYS[:8], ends=[2, 4, 6, 8])
+        tier.controller.query(op)
+        tier.until(lambda op=op: op.num_found > 0 or op.over)  # type: ignore[misc]
+        assert op.num_found == num_pages
+        if num_pages:
+            tier.controller.fetch(op, tier.lease(num_pages), Points.none(), 1)
+            assert tier.finish(op) == num_pages and bool((states.buffer[1] == num_pages).all())
+        for op in holders:
+            tier.controller.cancel(op)
+        tier.settle()
 
 
 def test_prefetches_are_bounded_in_number(make: Make, tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ class StorageController:
         if full or self._num_clears or self._queries.is_stalled or self._fetches.is_stalled:
             self._end(op, Outcome.DROPPED, self._own_acks)
             return
-        self._queries.put(QueryJob(op), now)
+        self._queries.put(QueryJob(op, len(op.keys)), now)
 
     def fetch(self, op: Prefetch, host_pages: I32, after: Points, state: int | None = None) -> None:
         """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found, and ``state``
@@ -472,9 +472,12 @@ class StorageController:
             acks.append(Written(event.handle, event.total))
 
     def _take_asked(self, event: Asked, now: float, acks: list[Ack]) -> None:
-        op = event.op
+        op, room = event.op, self._max_fetch_pages - self._num_fetch_pages
         self._queries.heard(now, finished=True)
         self._stats.crashes += event.cost.crashed
+        if op.ends is not None and 0 < room < event.num_pages and not self._stop.is_set:
+            self._queries.put(QueryJob(op, room), now)  # a part is of use only if it ends with a state
+            return
         if not op.cancelled:
             self._stats.missed += len(op.keys) - event.num_pages
         if op.cancelled:
@@ -484,7 +487,7 @@ class StorageController:
         elif event.num_pages == 0:
             self._end(op, Outcome.ABSENT, acks)
         else:
-            num_found = min(event.num_pages, self._max_fetch_pages - self._num_fetch_pages)
+            num_found = min(event.num_pages, room)
             if num_found == 0 or (op.ends is not None and num_found < event.num_pages):
                 self._end(op, Outcome.DROPPED, acks)
                 return

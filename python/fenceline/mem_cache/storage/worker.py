@@ -106,9 +106,10 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class QueryJob:
-    """Find out how many of the first keys are in storage."""
+    """Find out how many of the first keys are in storage, of ``most`` at most."""
 
     op: Prefetch
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,7 @@ class StorageWorker:
         if job.op.cancelled:
             self._events.put(Asked(job.op, 0, Cost()))
             return
-        found, cost = self._call(partial(self._backend.exists, job.op.keys), _NOTHING)
+        found, cost = self._call(partial(self._backend.exists, job.op.keys[: job.most]), _NOTHING)
         num_pages = num_leading(found)
         if self._states is not None:
             num_pages, of_states = self._call(partial(self._states.last_end, job.op, num_pages), 0)
