@@ -38,6 +38,7 @@ Scalar = str | int | float | bool
 Value = Scalar | tuple[Scalar, ...]
 
 _SPELLINGS = re.compile(r"^argument ([^/:]+)[^:]*:")  # how argparse names a flag: with all its names
+_MOST_CHARS = 1 << 20  # of a file of flags
 _SECRET = ("-token", "-password")  # what is given to such flags is not repeated
 _SWITCHES = ("--enable-", "--disable-", "--no-", "--skip-", "--use-", "--enforce-")  # such flags take no word
 
@@ -416,9 +417,12 @@ def read_mapping(path: str) -> dict[str, object]:
     import yaml  # which takes longer to import than most servers need for their flags
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARS + 1)  # a device or a pipe may have no end
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({_first_line(error)})") from error
+    if len(text) > _MOST_CHARS:
+        raise ConfigError(f"--config {path}: expected flags, found more than {_MOST_CHARS} characters")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -266,6 +266,7 @@ def test_choices_are_taken_in_any_case() -> None:
         ("--load-format npcache", "--load-format npcache: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
+        ("--config /dev/zero", "--config /dev/zero: expected flags, found more than 1048576 characters"),
         (
             "--pp 2 --pp-size 2",
             "--pp 2, --pp-size 2: not available, a model is split by --tp-size and --ep-size alone: leave it",
