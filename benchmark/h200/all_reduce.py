@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from fenceline_kernel.all_reduce import PeerAllReduce
+from fenceline_kernel.all_reduce import ROW_WAYS, PeerAllReduce
 from fenceline_kernel.one_process import OneProcessRanks
 
 _CALLS = 64  # calls in a graph
@@ -136,7 +136,7 @@ class Rank:
                     self.own.all_reduce(x, two_shots)
                     assert torch.equal(x, wanted), f"{dtype} {numel} {two_shots}: {(x != wanted).sum()} differ"
                     num_checked += 1
-        for rows, two in itertools.product((1, 3, 64, 300), (False, True)):
+        for rows, fused in itertools.product((1, 3, 64, 300), ROW_WAYS):
             x = torch.randn(rows, ROW, generator=generator, device=self.device).bfloat16()
             residual = torch.randn(rows, ROW, device=self.device).bfloat16()
             dist.broadcast(residual, 0)
@@ -144,9 +144,9 @@ class Rank:
             dist.broadcast(weight, 0)
             wanted = self.in_order(x) + residual
             hidden, normed = torch.empty_like(x), torch.empty_like(x)
-            if not self.own.takes_rows(x, two):
+            if not self.own.takes_rows(x, fused):
                 continue
-            self.own.all_reduce_add_norm(x, residual, weight, 1e-6, hidden, normed, two)
+            self.own.all_reduce_add_norm(x, residual, weight, 1e-6, hidden, normed, fused)
             assert torch.equal(hidden, wanted), "fused: residual"
             squares = wanted.float().square().mean(-1, keepdim=True)
             exact = wanted.float() * (squares + 1e-6).rsqrt() * weight.float()
@@ -200,10 +200,10 @@ class Rank:
             rows = x.view(-1, ROW)
             others = [torch.zeros_like(rows) for _ in range(3)]
             weight = torch.ones(ROW, dtype=torch.bfloat16, device=self.device)
-            for name, two in (("fused", False), ("fused two shots", True)):
-                if self.own.takes_rows(rows, two):
+            for way in ROW_WAYS:
+                if self.own.takes_rows(rows, way):
                     add_norm = partial(self.own.all_reduce_add_norm, rows, others[0], weight, 1e-6)
-                    found[name] = (partial(add_norm, others[1], others[2], two), False)
+                    found[f"fused {way}"] = (partial(add_norm, others[1], others[2], way), False)
         if others_too:
             found["NCCL"] = (lambda: dist.all_reduce(x), False)
             found |= self.symmetric(nbytes)
@@ -233,7 +233,7 @@ class Rank:
         line: dict[str, object] = {
             name: round(self.time_us(way, register, nbytes), 2)
             for name, (way, register) in self.ways(nbytes, not pdl).items()
-            if not pdl or name in ("one shot", "fused", "fused two shots", "registered")
+            if not pdl or name in ("one shot", "registered") or name.startswith("fused")
         }
         figures = ", ".join(f"{name} {us}" for name, us in line.items())
         self.say(f"{nbytes:>9} bytes: {figures} us{with_pdl(pdl)}")
@@ -307,14 +307,14 @@ def _one_gpu_ways(ranks: OneProcessRanks, xs: list[torch.Tensor]) -> Iterator[tu
         outs = [x.new_empty((ranks.size, *x.shape)) for x in xs]
         yield "gather", lambda rank: own[rank].all_gather(xs[rank], outs[rank])
     rows = [x.view(-1, ROW) if nbytes % (2 * ROW) == 0 else x.view(1, -1) for x in xs]
-    for name, two in (("fused", False), ("fused two shots", True)):
-        if own[0].takes_rows(rows[0], two):
+    for way in ROW_WAYS:
+        if own[0].takes_rows(rows[0], way):
             weight = rows[0].new_ones(rows[0].shape[1])
             calls = [
-                partial(each.all_reduce_add_norm, row, hidden := row.clone(), weight, 1e-6, hidden, row.clone(), two)
+                partial(each.all_reduce_add_norm, row, hidden := row.clone(), weight, 1e-6, hidden, row.clone(), way)
                 for each, row in zip(own, rows, strict=True)
             ]
-            yield name, partial(_call, calls)
+            yield f"fused {way}", partial(_call, calls)
     if nbytes >= 32 << 10:
         yield "two shots", lambda rank: own[rank].all_reduce(xs[rank], True)
         yield "registered", lambda rank: own[rank].all_reduce(xs[rank], True, registered=True)

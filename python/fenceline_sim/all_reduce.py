@@ -13,6 +13,8 @@ own, because a write to another GPU takes half as long as a read. There are two 
 * **two shots**: rank r gets slice r of all ranks, adds it up and pushes the sum to all. What is pushed is released by a
   flag and acquired by the reader, once for each block and shot, so only data is moved. Where rows are normalised in the
   same launch, a slice is a part of every row, and a block has whole rows.
+* **two shots in words**: the same for rows, with words in place of flags: twice the bytes, but no fence, and nothing
+  waits for more than the data that it needs.
 
 Both add in float32 in the order of ranks and round once: the same bits on all ranks.
 
@@ -27,10 +29,10 @@ were zeros at first are safe too, and nothing has to be reset.
 **When a buffer may be written again.** A launch g of this rank writes half g % 2 of its peers' buffers. The last to
 write there was launch g - 2, if not an earlier one. A peer has read what it wrote when its own launch g - 2 has ended,
 since a launch reads everything before it ends. In launch g - 1 this rank has received something from every peer: in one
-shot and in a gather all words, in two shots a flag. The peer sent it in its launch g - 1, which began when its launch
-g - 2 had ended, because kernels of a stream run one after the other. So a rank is never more than one launch ahead of a
-peer, of whatever kinds and sizes the launches are, and two halves are enough; one would not be. Two launches of a rank
-never overlap.
+shot and in a gather all words, in two shots a flag, or in words its own slice (which therefore no rank may lack). The
+peer sent it in its launch g - 1, which began when its launch g - 2 had ended, because kernels of a stream run one after
+the other. So a rank is never more than one launch ahead of a peer, of whatever kinds and sizes the launches are, and
+two halves are enough; one would not be. Two launches of a rank never overlap.
 
 **Blocks** are numbered alike on all ranks, and block b of a rank waits for block b of the others only. All blocks of a
 launch fit the GPU at once.
@@ -57,6 +59,8 @@ class Act(Enum):
     COUNT_ABSENT = "count_absent"  # count it for the blocks that the launch does not have
     READ = "read"  # read this rank's own vector of the input
     PUSH_WORDS = "push_words"  # write the vector, in words, to peer
+    PUSH_SUM_WORDS = "push_sum_words"  # the same with the sum of the vector, which has the place ``place``
+    KEEP = "keep"  # write a sum that has come in words to the output
     REFRESH = "refresh"  # some launches: write words of this launch to peer, where nobody reads in this launch
     AWAIT_WORDS = "await_words"  # wait for all words of peer's vector
     SUM = "sum"  # add all ranks' vectors, in the order of ranks, and write the sum to the output
@@ -73,11 +77,13 @@ class Act(Enum):
 
 
 class Step(NamedTuple):
-    """One access, flag or wait of a thread."""
+    """One access, flag or wait of a thread. ``place``: where the vector's words lie among those of their sender; -1: at
+    its own number."""
 
     act: Act
     peer: int = -1
     vector: int = -1
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class Launch:
     """A launch on one rank: ``num_blocks`` blocks of ``num_threads`` threads for data, and one thread more in each that
     counts. ``two_shots``: whether it takes two shots. ``registered``: peers' outputs are known, so sums are pushed
     straight there in the second shot. ``row``: vectors of a row, if slices are parts of rows; 0: slices follow each
-    other."""
+    other. ``words``: two shots in words."""
 
     rank: int
     size: int
@@ -95,6 +101,7 @@ class Launch:
     two_shots: bool = False
     registered: bool = False
     row: int = 0
+    words: bool = False
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -122,7 +129,8 @@ class Launch:
         if pair % every:
             return None
         vector = pair // every % capacity
-        return vector if self.two_shots or vector >= self.num_vectors else None
+        used = 2 * self.slice_size if self.words else 0 if self.two_shots else self.num_vectors
+        return vector if vector >= used else None
 
     def share(self, block: int, thread: int, count: int) -> range:
         """Which of ``count`` vectors a thread handles."""
@@ -185,6 +193,40 @@ def two_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
         for peer in launch.peers:
             if offset < len(launch.slice_of(peer)):
                 yield Step(Act.TAKE, peer, launch.slice_of(peer)[offset])
+
+
+def word_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
+    """What a thread for data does in two shots in words: what a peer gets of its own slice comes before the sums."""
+    yield Step(Act.BEGIN)
+    yield Step(Act.ARRIVE)
+    size = launch.slice_size
+    mine = launch.share(block, thread, size)
+    for offset in mine:
+        for peer in launch.peers:
+            if offset < len(launch.slice_of(peer)):
+                yield Step(Act.READ, vector=launch.slice_of(peer)[offset])
+                yield Step(Act.PUSH_WORDS, peer, launch.slice_of(peer)[offset], offset)
+    for offset in mine:
+        if offset < len(launch.slice_of(launch.rank)):
+            vector = launch.slice_of(launch.rank)[offset]
+            yield Step(Act.READ, vector=vector)
+            for peer in sorted(launch.peers):
+                yield Step(Act.AWAIT_WORDS, peer, vector, offset)
+            yield Step(Act.SUM, vector=vector)
+            for peer in launch.peers:
+                yield Step(Act.PUSH_SUM_WORDS, peer, vector, size + offset)
+    yield Step(Act.BARRIER)
+    for offset in mine:
+        for peer in launch.peers:
+            if offset < len(launch.slice_of(peer)):
+                yield Step(Act.AWAIT_WORDS, peer, launch.slice_of(peer)[offset], size + offset)
+                yield Step(Act.KEEP, peer, launch.slice_of(peer)[offset])
+
+
+def steps_of(launch: Launch, block: int, thread: int) -> Iterator[Step]:
+    """What a thread for data does."""
+    way = word_shot_steps if launch.words else two_shot_steps if launch.two_shots else one_shot_steps
+    return way(launch, block, thread)
 
 
 def _shot(launch: Launch, thread: int, shot: int) -> Iterator[Step]:

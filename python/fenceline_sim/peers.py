@@ -23,16 +23,7 @@ import torch
 from fenceline.memory_order import CollectiveBackend
 from fenceline.memory_order.edges import FLAG_GENERATION, ONE_STREAM, PEER_HALVES, PEER_WORDS, REGISTERED_GRAPH, Hazard
 from fenceline.memory_order.stream import Clock, joined
-from fenceline_sim.all_reduce import (
-    REFRESH_EVERY,
-    Act,
-    Generations,
-    Launch,
-    Step,
-    count_steps,
-    one_shot_steps,
-    two_shot_steps,
-)
+from fenceline_sim.all_reduce import REFRESH_EVERY, Act, Generations, Launch, Step, count_steps, steps_of
 from fenceline_sim.errors import DeadlockError, FreshnessError, PeerError
 from fenceline_sim.gpu import VirtualGpu
 from fenceline_sim.layout import layout_of
@@ -48,15 +39,17 @@ class Grain(NamedTuple):
     """How finely operations are divided. The default is one block of one thread, with the whole message as a vector:
     for the engine's runs. Smaller vectors, more blocks and threads are for the algorithm's own tests.
 
-    ``two_shots_from``: elements from which on a sum takes two shots. ``word``: bytes that are written and read in one
-    access, with a generation, 0: all of a vector. ``num_tags``: generations that a word can tell apart, small to see
-    what happens when they repeat. ``capacity``: vectors of a half. ``refresh_every``: see ``Launch.refreshed``.
-    A launch has fewer blocks than ``num_blocks`` if its vectors do not fill them."""
+    ``two_shots_from``: elements from which on a sum takes two shots, ``in_words`` if that is set and slices are equal.
+    ``word``: bytes that are written and read in one access, with a generation, 0: all of a vector. ``num_tags``:
+    generations that a word can tell apart, small to see what happens when they repeat. ``capacity``: vectors of a half.
+    ``refresh_every``: see ``Launch.refreshed``. A launch has fewer blocks than ``num_blocks`` if its vectors do not
+    fill them."""
 
     vector: int = 0  # elements of one, 0: all of the message
     num_blocks: int = 1
     num_threads: int = 1
     two_shots_from: int = 1 << 62
+    in_words: bool = False
     word: int = 0
     num_tags: int = _TAGS
     capacity: int = 4
@@ -182,18 +175,19 @@ class PeerRank(CollectiveBackend):
         assert num_vectors <= grain.capacity, "more vectors than the buffers hold"
         assert size * x.element_size() <= grain.vector_bytes, "vectors that the buffers do not hold"
         slot = -1
-        if two_shots and stream.is_captured:
+        in_words = two_shots and grain.in_words and num_vectors % self.size == 0
+        if two_shots and not in_words and stream.is_captured:
             slot, self._num_slots = self._num_slots, self._num_slots + 1
             self.unregistered.append((slot, x))
         num_blocks = max(1, min(grain.num_blocks, num_vectors // grain.num_threads))
-        shape = Launch(self.rank, self.size, num_vectors, num_blocks, grain.num_threads, two_shots, slot >= 0)
+        cut = num_vectors, num_blocks, grain.num_threads
+        shape = Launch(self.rank, self.size, *cut, two_shots, slot >= 0, words=in_words)
         what = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         running = _Running(self, kind, what, shape, x, out, size, slot, here())
         gpu.submit(f"launch of {what}", running.open, writes=(self.resource,))
         alone = grain.num_blocks == grain.num_threads == 1
-        steps = two_shot_steps if two_shots else one_shot_steps
         if alone:  # the steps of both threads on the stream itself
-            self._submit(_Held(running, 0, 0), stream, _merged(steps(shape, 0, 0), count_steps(shape, 0)))
+            self._submit(_Held(running, 0, 0), stream, _merged(steps_of(shape, 0, 0), count_steps(shape, 0)))
             self._submit(_Held(running, 0, 0), stream, (Step(Act.END),))
             return
         start, ends = gpu.record(stream), []
@@ -202,7 +196,7 @@ class PeerRank(CollectiveBackend):
             for branch in branches:
                 gpu.wait(branch, start)
             held = [_Held(running, block, thread) for thread in range(grain.num_threads + 1)]
-            parts = [_between_barriers(steps(shape, block, thread)) for thread in range(grain.num_threads)]
+            parts = [_between_barriers(steps_of(shape, block, thread)) for thread in range(grain.num_threads)]
             arrived: list[Operation] = []
             for number, part in enumerate(zip(*parts, strict=True)):
                 if number > 0 and Act.BARRIER not in self.left_out:
@@ -238,7 +232,7 @@ class PeerRank(CollectiveBackend):
             if step.act is Act.ARRIVE:
                 marks.append(gpu.record(stream))
                 continue
-            by_word = step.act in (Act.PUSH_WORDS, Act.AWAIT_WORDS)
+            by_word = step.act in (Act.PUSH_WORDS, Act.PUSH_SUM_WORDS, Act.AWAIT_WORDS)
             for word in range(len(running.words(step.vector)) if by_word else 1):
                 spin = _Spin(held, step, word)
                 op = Operation(f"{running.kind}: {step.act.value}", running.place, spin.run)
@@ -360,8 +354,8 @@ class _Spin:
                 acquired = mine.flag(step.vector, held.block, step.peer).clock
             case Act.READ:
                 reads = [self._part(running.x)]
-            case Act.PUSH_WORDS:
-                writes = [self._place(group.ranks[step.peer].words, mine.rank, step.vector, self._bytes)]
+            case Act.PUSH_WORDS | Act.PUSH_SUM_WORDS:
+                writes = [self._place(group.ranks[step.peer].words, mine.rank, self._at, self._bytes)]
             case Act.REFRESH if (refreshed := self._refreshed) is not None:
                 writes = [self._place(group.ranks[step.peer].words, mine.rank, refreshed)]
             case Act.AWAIT_WORDS:
@@ -369,7 +363,9 @@ class _Spin:
                 if written.number != number and mine.generations.awaits(self.word):
                     group.gpu.checks.found(_old_words(self, op, written.number))
                 running.received = joined(running.received, written.clock)
-                reads = [self._place(mine.words, step.peer, step.vector, self._bytes)]
+                reads = [self._place(mine.words, step.peer, self._at, self._bytes)]
+            case Act.KEEP:
+                writes = [self._part(running.x)]
             case Act.SUM if running.kind == "all-reduce":
                 writes = [self._part(running.x)]
             case Act.SUM:
@@ -420,7 +416,11 @@ class _Spin:
 
     @property
     def _written(self) -> _Word:
-        return self._mine.written.get((self._half, self.step.peer, self.step.vector, self.word), _ZERO)
+        return self._mine.written.get((self._half, self.step.peer, self._at, self.word), _ZERO)
+
+    @property
+    def _at(self) -> int:
+        return self.step.vector if self.step.place < 0 else self.step.place
 
     @property
     def _bytes(self) -> slice:
@@ -442,9 +442,10 @@ class _Spin:
                     mine.launched[block] = number
             case Act.READ:
                 vectors[own] = read[0].clone()
-            case Act.PUSH_WORDS:
-                write[0].copy_(vectors[own].view(torch.uint8)[self._bytes])
-                place = (self._half, mine.rank, step.vector, self.word)
+            case Act.PUSH_WORDS | Act.PUSH_SUM_WORDS:
+                pushed = own if step.act is Act.PUSH_WORDS else (-1, step.vector)
+                write[0].copy_(vectors[pushed].view(torch.uint8)[self._bytes])
+                place = (self._half, mine.rank, self._at, self.word)
                 group.ranks[step.peer].written[place] = _Word(number, held.began)
             case Act.REFRESH if (refreshed := self._refreshed) is not None:
                 for word in range(len(group.grain.words(group.grain.vector_bytes))):
@@ -455,6 +456,8 @@ class _Spin:
                     held.words[key] = []
                 held.words[key].append(read[0].clone())
                 vectors[key] = torch.cat(held.words[key]).view(running.x.dtype)
+            case Act.KEEP:
+                write[0].copy_(vectors[key])
             case Act.SUM:
                 parts = [vectors[rank, step.vector] for rank in range(running.shape.size)]
                 if running.kind == "all-reduce":

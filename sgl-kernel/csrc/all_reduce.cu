@@ -32,7 +32,8 @@ const char* launch(void (*kernel)(AllReduceRequest), AllReduceRequest& r, void* 
 template <typename T, int kSize>
 const char* launch_kind(AllReduceRequest& r, void* stream) {
   void (*const kernels[])(AllReduceRequest) = {one_shot_kernel<T, kSize>, two_shot_kernel<T, kSize>,
-                                               fused_kernel<T, kSize>, fused_two_shot_kernel<T, kSize>};
+                                               fused_kernel<T, kSize>, fused_two_shot_kernel<T, kSize>,
+                                               fused_word_shot_kernel<T, kSize>};
   return launch(kernels[r.kind], r, stream);
 }
 
@@ -57,7 +58,7 @@ static_assert(sizeof(cudaIpcMemHandle_t) == 64, "mirrored in Python");
 extern "C" const char* fenceline_all_reduce(const AllReduceRequest* request, void* stream) {
   AllReduceRequest r = *request;
   if (const char* wrong = check_all_reduce(r)) return wrong;
-  if (r.kind == 4) return launch(gather_kernel, r, stream);
+  if (r.kind == 5) return launch(gather_kernel, r, stream);
   switch (r.dtype) {
     case 0: return launch_size<__nv_bfloat16>(r, stream);
     case 1: return launch_size<__half>(r, stream);

@@ -59,13 +59,11 @@ FENCELINE_HD void shot(Machine& m, const AllReduceRequest& r, int number) {
   m.barrier();
 }
 
-template <typename Machine>
-FENCELINE_HD void two_shot_steps(Machine& m, const AllReduceRequest& r) {
-  m.begin();
-  m.arrive();
-  const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
-  const uint32_t size = slice_size(r), length = slice_length(r, r.rank);
-  for (uint32_t offset = first; offset < size; offset += step) {
+// Reads what the thread has of the peers' slices and hands it to `push`: the peer, the vector's number, its number in the
+// slice, and the vector.
+template <typename Machine, typename Push>
+FENCELINE_HD void push_slices(Machine& m, const AllReduceRequest& r, uint32_t first, uint32_t step, Push push) {
+  for (uint32_t offset = first; offset < slice_size(r); offset += step) {
     typename Machine::Vector vectors[Machine::kMost];  // all are read before one is written, so that they come together
 #pragma unroll
     for (int i = 1; i < Machine::kMost; ++i) {
@@ -76,10 +74,21 @@ FENCELINE_HD void two_shot_steps(Machine& m, const AllReduceRequest& r) {
     for (int i = 1; i < Machine::kMost; ++i) {
       const int peer = peer_number(r, i);
       if (i < m.num_ranks() && offset < slice_length(r, peer)) {
-        m.push(peer, slice_vector(r, peer, offset), offset, vectors[i]);
+        push(peer, slice_vector(r, peer, offset), offset, vectors[i]);
       }
     }
   }
+}
+
+template <typename Machine>
+FENCELINE_HD void two_shot_steps(Machine& m, const AllReduceRequest& r) {
+  m.begin();
+  m.arrive();
+  const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
+  const uint32_t size = slice_size(r), length = slice_length(r, r.rank);
+  push_slices(m, r, first, step, [&](int peer, uint32_t v, uint32_t offset, const typename Machine::Vector& vector) {
+    m.push(peer, v, offset, vector);
+  });
   shot(m, r, 0);
   for (uint32_t offset = first; offset < length; offset += step) {
     const uint32_t v = slice_vector(r, r.rank, offset);
@@ -89,13 +98,31 @@ FENCELINE_HD void two_shot_steps(Machine& m, const AllReduceRequest& r) {
     for (int i = 1; i < m.num_ranks(); ++i) m.push_sum(peer_number(r, i), v, sum);
   }
   shot(m, r, 1);
-  if (r.kind == 3 || r.outputs != nullptr) return;
+  if (divides_rows(r) || r.outputs != nullptr) return;
   for (uint32_t offset = first; offset < size; offset += step) {
     for (int i = 1; i < m.num_ranks(); ++i) {
       const int peer = peer_number(r, i);
       if (offset < slice_length(r, peer)) m.take(peer, slice_vector(r, peer, offset));
     }
   }
+}
+
+// Two shots in words. Whoever reads the sums of others waits for their words.
+template <typename Machine>
+FENCELINE_HD void word_shot_steps(Machine& m, const AllReduceRequest& r) {
+  m.begin();
+  m.arrive();
+  const uint32_t first = m.block() * m.num_threads() + m.thread(), step = m.num_blocks() * m.num_threads();
+  push_slices(m, r, first, step, [&](int peer, uint32_t, uint32_t offset, const typename Machine::Vector& vector) {
+    m.push_words(peer, offset, vector);
+  });
+  for (uint32_t offset = first; offset < slice_length(r, r.rank); offset += step) {
+    const uint32_t v = slice_vector(r, r.rank, offset);
+    const typename Machine::Sum sum = m.sum_of_words(m.read(v), offset);
+    m.store(v, sum);
+    for (int i = 1; i < m.num_ranks(); ++i) m.push_words(peer_number(r, i), slice_size(r) + offset, m.rounded(sum));
+  }
+  m.barrier();  // the block's threads read each other's sums
 }
 
 }  // namespace fenceline

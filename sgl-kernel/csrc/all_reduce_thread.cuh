@@ -60,9 +60,6 @@ class GpuThread {
   }
   // All ranks' vectors `v`. Loads all peers' words at once, and again until every word has this generation.
   __device__ void await_words(const Vector& own, uint32_t v, uint4 (&vectors)[kMost]) const {
-    const char* from = r_.buffers[r_.rank] + words_at(r_, half_, 0, 0, v);
-    const uint64_t part = uint64_t{r_.words_capacity} * kVectorBytes;
-    const uint32_t tag = static_cast<uint32_t>(generation_);
     Patience patience;
     uint32_t wrong;
     do {
@@ -70,18 +67,22 @@ class GpuThread {
 #pragma unroll
       for (int rank = 0; rank < kMost; ++rank) {
         vectors[rank] = own;
-        if (!takes_part(rank) || rank == r_.rank) continue;
-        uint64_t a, b, c, d;
-        load_words(from + kParts * rank * part, a, b);
-        load_words(from + (kParts * rank + 1) * part, c, d);
-        wrong |= (uint32_t(a >> 32) ^ tag) | (uint32_t(b >> 32) ^ tag) | (uint32_t(c >> 32) ^ tag) | (uint32_t(d >> 32) ^ tag);
-        vectors[rank] = make_uint4(uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d));
+        if (takes_part(rank) && rank != r_.rank) wrong |= load_vector(rank, v, vectors[rank]);
       }
     } while (wrong != 0 && goes_on(patience));
   }
-  // Fused, the sums of this rank's slice lie where those of the others do.
+  // Vector `v` of those that `rank` has pushed in words.
+  __device__ Vector await_vector(int rank, uint32_t v) const {
+    Patience patience;
+    Vector vector;
+    while (load_vector(rank, v, vector) != 0 && goes_on(patience)) {
+    }
+    return vector;
+  }
+  __device__ static Vector rounded(const Sum& sum) { return Values<T>::pack(sum.values); }
+  // Where rows are divided, this rank's sums lie where others push theirs with flags.
   __device__ void store(uint32_t v, const Sum& sum) const {
-    (r_.kind == 3 ? total(v) : reinterpret_cast<uint4*>(r_.x)[v]) = Values<T>::pack(sum.values);
+    (divides_rows(r_) ? total(v) : reinterpret_cast<uint4*>(r_.x)[v]) = rounded(sum);
   }
 
   __device__ void push(int peer, uint32_t, uint32_t offset, const Vector& value) const {
@@ -105,7 +106,7 @@ class GpuThread {
   __device__ void push_sum(int peer, uint32_t v, const Sum& sum) const {
     char* to = r_.outputs != nullptr ? r_.outputs[peer] + uint64_t{v} * kVectorBytes
                                      : r_.buffers[peer] + sums_at(r_, half_, v);
-    *reinterpret_cast<uint4*>(to) = Values<T>::pack(sum.values);
+    *reinterpret_cast<uint4*>(to) = rounded(sum);
   }
   __device__ void take(int, uint32_t v) const { reinterpret_cast<uint4*>(r_.x)[v] = total(v); }
   // Vector v of the sums that others push, or that `store` has left there.
@@ -116,6 +117,16 @@ class GpuThread {
   __device__ bool takes_part(int rank) const { return kSize != 0 || rank < r_.size; }
 
  private:
+  // Loads a vector that `rank` has pushed in words. Not 0 if a word has another generation.
+  __device__ __forceinline__ uint32_t load_vector(int rank, uint32_t v, uint4& vector) const {
+    const char* from = r_.buffers[r_.rank] + words_at(r_, half_, rank, 0, v);
+    const uint32_t tag = static_cast<uint32_t>(generation_);
+    uint64_t a, b, c, d;
+    load_words(from, a, b);
+    load_words(from + uint64_t{r_.words_capacity} * kVectorBytes, c, d);
+    vector = make_uint4(uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d));
+    return (uint32_t(a >> 32) ^ tag) | (uint32_t(b >> 32) ^ tag) | (uint32_t(c >> 32) ^ tag) | (uint32_t(d >> 32) ^ tag);
+  }
   // Adds in float32, in the order of ranks. The sum is rounded when it is stored.
   __device__ Sum add_up(const uint4 (&parts)[kMost]) const {
     Sum sum;
@@ -295,26 +306,45 @@ __global__ void __launch_bounds__(kMaxThreads + 32) fused_kernel(const __grid_co
   }
   RowEnd<T> end(r);
   for (uint32_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
-    end.finish(row, [&](uint32_t v) { return Values<T>::pack(thread.sum_of_words(thread.own(v), v).values); });
+    end.finish(row, [&](uint32_t v) { return thread.rounded(thread.sum_of_words(thread.own(v), v)); });
   }
 }
 
 // Two shots. A block takes as many rows at a time as its threads have parts of rows.
-template <typename T, int kSize>
-__global__ void __launch_bounds__(kMaxThreads + 32) fused_two_shot_kernel(const __grid_constant__ AllReduceRequest r) {
+template <typename T, int kSize, bool kWords>
+__device__ __forceinline__ void fused_shots(const AllReduceRequest& r) {
   GpuThread<T, kSize> thread(r);
   if (threadIdx.x >= r.num_threads) {
     count_steps(thread, r);
     return;
   }
   RowEnd<T> end(r);
-  two_shot_steps(thread, r);
-  const uint32_t num_rows = r.num_vectors / r.row_vectors, together = r.num_threads / (r.row_vectors / r.size);
+  if (kWords) {
+    word_shot_steps(thread, r);
+  } else {
+    two_shot_steps(thread, r);
+  }
+  const uint32_t part = r.row_vectors / r.size, num_rows = r.num_vectors / r.row_vectors, together = r.num_threads / part;
   for (uint32_t first = blockIdx.x * together; first < num_rows; first += gridDim.x * together) {
     for (uint32_t row = first; row < first + together && row < num_rows; ++row) {
-      end.finish(row, [&](uint32_t v) { return thread.total(v); });
+      end.finish(row, [&](uint32_t v) {
+        if (!kWords) return thread.total(v);
+        const uint32_t column = v - row * r.row_vectors, rank = column / part;
+        if (static_cast<int>(rank) == r.rank) return thread.total(v);
+        return thread.await_vector(rank, slice_size(r) + row * part + column - rank * part);
+      });
     }
   }
+}
+
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kMaxThreads + 32) fused_two_shot_kernel(const __grid_constant__ AllReduceRequest r) {
+  fused_shots<T, kSize, false>(r);
+}
+
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kMaxThreads + 32) fused_word_shot_kernel(const __grid_constant__ AllReduceRequest r) {
+  fused_shots<T, kSize, true>(r);
 }
 
 // One shot without a sum: a rank gets all ranks' vectors, in the order of ranks.

@@ -141,11 +141,12 @@ struct Launch {
   uint32_t num_vectors, num_blocks, num_threads, row_vectors;
 };
 constexpr Launch kLaunches[] = {
-    {0, 33, 2, 32, 0},   {4, 5, 1, 32, 0},    {2, 80, 2, 64, 40}, {1, 65, 2, 32, 0},  {0, 200, 3, 32, 0},
-    {2, 195, 1, 32, 39}, {2, 200, 2, 32, 100}, {0, 1, 1, 32, 0},   {1, 300, 1, 64, 0}, {4, 100, 2, 32, 0},
+    {0, 33, 2, 32, 0},   {5, 5, 1, 32, 0},    {2, 80, 2, 64, 40}, {1, 65, 2, 32, 0},  {0, 200, 3, 32, 0},
+    {2, 195, 1, 32, 39}, {2, 200, 2, 32, 100}, {0, 1, 1, 32, 0},   {1, 300, 1, 64, 0}, {5, 100, 2, 32, 0},
     {0, 64, 2, 32, 0},   {2, 3, 1, 32, 1},    {0, 130, 2, 64, 0},
-    // Two shots of rows: one at a time, several, and fewer than the threads have room for.
-    {3, 32 * kRanks * 2, 2, 32, 32 * kRanks}, {3, 8 * kRanks * 7, 2, 32, 8 * kRanks}, {3, 16 * kRanks * 3, 2, 64, 16 * kRanks},
+    // Two shots of rows, with flags and in words: one row at a time, several, fewer than the threads have room for.
+    {3, 32 * kRanks * 2, 2, 32, 32 * kRanks}, {4, 32 * kRanks * 2, 1, 32, 32 * kRanks}, {3, 8 * kRanks * 7, 2, 32, 8 * kRanks},
+    {4, 8 * kRanks * 7, 2, 32, 8 * kRanks}, {3, 16 * kRanks * 3, 2, 64, 16 * kRanks}, {4, 16 * kRanks * 4, 2, 64, 16 * kRanks},
 };
 using Inputs = std::vector<std::vector<float>>;  // by rank
 
@@ -158,7 +159,8 @@ float sum_of(const Inputs& inputs, size_t at) {
 void run_threads(const AllReduceRequest& r, unsigned seed) {
   void (*const kernels[])(AllReduceRequest) = {one_shot_kernel<float, FENCELINE_SIZE>, two_shot_kernel<float, FENCELINE_SIZE>,
                                                fused_kernel<float, FENCELINE_SIZE>,
-                                               fused_two_shot_kernel<float, FENCELINE_SIZE>, gather_kernel};
+                                               fused_two_shot_kernel<float, FENCELINE_SIZE>,
+                                               fused_word_shot_kernel<float, FENCELINE_SIZE>, gather_kernel};
   std::vector<std::unique_ptr<Block>> blocks(r.num_blocks);
   std::vector<std::thread> threads;
   for (uint32_t b = 0; b < r.num_blocks; ++b) {
@@ -185,17 +187,17 @@ bool run_launch(AllReduceRequest r, const Launch& launch, const Inputs& inputs, 
   r.num_blocks = launch.num_blocks, r.num_threads = launch.num_threads;
   r.x = reinterpret_cast<char*>(x.data());
   r.residual = reinterpret_cast<const char*>(residual.data()), r.weight = reinterpret_cast<const char*>(weight.data());
-  r.hidden = reinterpret_cast<char*>(launch.kind == 4 ? gathered.data() : residual.data());
+  r.hidden = reinterpret_cast<char*>(launch.kind == 5 ? gathered.data() : residual.data());
   r.normed = reinterpret_cast<char*>(normed.data());
   if (check_all_reduce(r) != nullptr) return false;
   run_threads(r, seed);
   for (size_t i = 0; i < count; ++i) {
     const float sum = sum_of(inputs, i);
     if (launch.kind < 2 && x[i] != sum) return false;
-    for (int rank = 0; launch.kind == 4 && rank < kRanks; ++rank) {
+    for (int rank = 0; launch.kind == 5 && rank < kRanks; ++rank) {
       if (gathered[rank * count + i] != inputs[rank][i]) return false;
     }
-    if (launch.kind != 2 && launch.kind != 3) continue;
+    if (launch.kind < 2 || launch.kind > 4) continue;
     float squares = 0.0f;
     for (size_t c = 0; c < row; ++c) squares += residual[i / row * row + c] * residual[i / row * row + c];
     const float wanted = residual[i] / std::sqrt(squares / static_cast<float>(row) + r.eps) * weight[i % row];

@@ -36,6 +36,7 @@ class Trace {
   void push_words(int peer, uint32_t v, const Vector&) { note("push_words", peer, v); }
   Sum sum_of_words(const Vector&, uint32_t v) { return parts("await_words", v); }
   void store(uint32_t v, const Sum&) { note("sum", -1, v); }
+  Vector rounded(const Sum&) { return {}; }
   void push(int peer, uint32_t v, uint32_t, const Vector&) { note("push", peer, v); }
   void barrier() { note("barrier"); }
   void release(int peer, int shot) { note("release", peer, shot); }
@@ -70,8 +71,10 @@ extern "C" uint64_t fenceline_trace_all_reduce(const AllReduceRequest* request, 
   Trace trace(*request, block, thread);
   if (thread == request->num_threads) {
     count_steps(trace, *request);
-  } else if (takes_two_shots(*request)) {
+  } else if (takes_flags(*request)) {
     two_shot_steps(trace, *request);
+  } else if (request->kind == 4) {
+    word_shot_steps(trace, *request);
   } else {
     one_shot_steps(trace, *request);
   }

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from fenceline_kernel.all_reduce import ROW_WAYS
 from fenceline_kernel.one_process import OneProcessRanks
 from peer_memory import NEAR_THE_END, begin_at, launches_of
 
@@ -68,17 +69,17 @@ class Rounds:
             own.all_gather(mine, gathered)
             wrong[3].add_((gathered.view(torch.int16) != torch.stack(parts).view(torch.int16)).sum())
             num_launches += 1
-        for two in (False, True):
-            if self.nbytes % (2 * ROW) == 0 and own.takes_rows(mine.view(-1, ROW), two):
-                self._fused(rank, mine, wanted, two)
+        for way in ROW_WAYS:
+            if self.nbytes % (2 * ROW) == 0 and own.takes_rows(mine.view(-1, ROW), way):
+                self._fused(rank, mine, wanted, way)
                 num_launches += 1
         if num_launches % 2 == 0:  # so that each launch uses the other half of the buffers in the next replay
             own.all_reduce(mine.clone(), True)
 
-    def _fused(self, rank: int, mine: torch.Tensor, wanted: torch.Tensor, two: bool) -> None:
+    def _fused(self, rank: int, mine: torch.Tensor, wanted: torch.Tensor, way: str) -> None:
         wrong, x, residual = self.wrong[rank], mine.clone().view(-1, ROW), self.residual.view(-1, ROW)
         hidden, normed = residual.clone(), torch.empty_like(x)
-        self.ranks.ranks[rank].all_reduce_add_norm(x, hidden, self.weight, 1e-6, hidden, normed, two)
+        self.ranks.ranks[rank].all_reduce_add_norm(x, hidden, self.weight, 1e-6, hidden, normed, way)
         added = wanted.view(-1, ROW) + residual
         wrong[4].add_((hidden.view(torch.int16) != added.view(torch.int16)).sum())
         exact = added.float() * (added.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight.float()
@@ -185,9 +186,9 @@ def rows(ranks: OneProcessRanks) -> dict[str, object]:
     ranks have whole warps' parts of a row."""
     num = 0
     for numel in (8, 264, 4096, 4104, 8192, 12288, 16384):
-        for count, two in itertools.product((1, 3, 32, 70), (False, True)):
+        for count, way in itertools.product((1, 3, 32, 70), ROW_WAYS):
             parts = [torch.randn(count, numel, device=DEVICE).bfloat16() for _ in ranks.ranks]
-            if not ranks.ranks[0].takes_rows(parts[0], two):
+            if not ranks.ranks[0].takes_rows(parts[0], way):
                 continue
             residual, weight = torch.randn_like(parts[0]), torch.randn_like(parts[0][0])
             added = in_order(parts) + residual
@@ -198,7 +199,7 @@ def rows(ranks: OneProcessRanks) -> dict[str, object]:
             torch.cuda.synchronize()
             for rank, (own, stream) in enumerate(zip(ranks.ranks, ranks.streams, strict=True)):
                 with torch.cuda.stream(stream):
-                    own.all_reduce_add_norm(parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank], two)
+                    own.all_reduce_add_norm(parts[rank], hidden[rank], weight, 1e-6, hidden[rank], normed[rank], way)
             torch.cuda.synchronize()
             assert not ranks.lost
             for rank in range(ranks.size):

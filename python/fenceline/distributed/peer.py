@@ -14,7 +14,7 @@ from fenceline.memory_order import CommunicatorError, PeerLostError
 
 try:
     from fenceline_kernel import KernelUnavailable
-    from fenceline_kernel.all_reduce import PeerAllReduce
+    from fenceline_kernel.all_reduce import ROW_WAYS, PeerAllReduce
 except ImportError:  # it is optional
     PeerAllReduce = None  # type: ignore[assignment, misc]
     KernelUnavailable = RuntimeError  # type: ignore[assignment, misc]
@@ -106,12 +106,12 @@ class PeerBackend:
             "two shots": torch.equal(two, wanted),
             "gather": torch.equal(gathered, parts),
         }
-        for two_shots in (False, True):
-            if own.takes_rows(x, two_shots):
+        for way in ROW_WAYS:
+            if own.takes_rows(x, way):
                 hidden.fill_(1)
-                own.all_reduce_add_norm(x, hidden, weight, _EPS, hidden, normed, two_shots)
-                right[f"sum and residual, two shots: {two_shots}"] = torch.equal(hidden, added)
-                right[f"norm, two shots: {two_shots}"] = bool((normed.float() - exact).norm() <= 0.02 * exact.norm())
+                own.all_reduce_add_norm(x, hidden, weight, _EPS, hidden, normed, way)
+                right[f"sum and residual {way}"] = torch.equal(hidden, added)
+                right[f"norm {way}"] = bool((normed.float() - exact).norm() <= 0.02 * exact.norm())
         for way, holds in right.items():
             if not holds:
                 return f"{way} with {len(x)} rows" + (", a peer was not seen" if own.lost else "")

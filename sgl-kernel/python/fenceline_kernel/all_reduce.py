@@ -19,7 +19,11 @@ _ONE_SHOT_THREADS = 128  # of a block, if the blocks suffice: several SMs send a
 _HANDLE = 64  # bytes of a cudaIpcMemHandle_t
 _UNIT = "all_reduce"
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_ONE_SHOT, _TWO_SHOTS, _FUSED, _FUSED_TWO_SHOTS, _GATHER = range(5)
+_ONE_SHOT, _TWO_SHOTS, _FUSED, _FUSED_TWO_SHOTS, _FUSED_WORD_SHOTS, _GATHER = range(6)
+ROW_WAYS = {"one shot": _FUSED, "in words": _FUSED_WORD_SHOTS, "two shots": _FUSED_TWO_SHOTS}
+# Rows take one shot while what two shots in words would save, (ranks - 2) times their bytes, takes less time than to
+# wait for a peer once more.
+_WORDS_FROM = 256 << 10
 _ROW_PARTS = 4  # the most vectors of a row that a thread normalises
 
 
@@ -198,35 +202,48 @@ class PeerAllReduce:
         eps: float,
         hidden: torch.Tensor,
         normed: torch.Tensor,
-        two_shots: bool | None = None,
+        way: str = "",
     ) -> None:
         """``hidden`` = sum of ``x`` over ranks, rounded, + ``residual``, rounded; ``normed`` = RMSNorm of it: all
         [rows, row] of one type and contiguous, ``weight`` [row]. :meth:`takes_rows` must be true for ``x`` and
-        ``two_shots``. ``hidden`` may be ``residual``. In one launch on the current stream; the norm is computed in
+        ``way``. ``hidden`` may be ``residual``. In one launch on the current stream; the norm is computed in
         float32."""
         assert x.dim() == 2 and x.shape == residual.shape == hidden.shape == normed.shape, "rows of one shape"
-        assert self.takes_rows(x, two_shots), f"{tuple(x.shape)} cannot be normalised here"
-        two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
-        request = self._filled(x, _FUSED_TWO_SHOTS if two_shots else _FUSED)
+        kind = self._row_kind(x, way)
+        assert kind is not None, f"{tuple(x.shape)} cannot be normalised here"
+        request = self._filled(x, kind)
         for name, tensor in (("residual", residual), ("weight", weight), ("hidden", hidden), ("normed", normed)):
             assert tensor.is_contiguous() and tensor.dtype is x.dtype, f"{name} is laid out like x"
             setattr(request, name, tensor.data_ptr())
         vectors = request.row_vectors = x[0].nbytes // _VECTOR
         request.eps = eps
-        together = self._rows_together(x) if two_shots else 1
-        threads = together * vectors // self.size if two_shots else min(_MAX_THREADS, vectors)
+        together, threads = 1, min(_MAX_THREADS, vectors)
+        if kind != _FUSED:
+            together = self._rows_together(x)
+            threads = together * vectors // self.size
         request.num_threads = -(-threads // 32) * 32
         request.num_blocks = min(self._max_blocks, -(-len(x) // together))
         self._run(request)
 
-    def takes_rows(self, x: torch.Tensor, two_shots: bool | None = None) -> bool:
+    def takes_rows(self, x: torch.Tensor, way: str = "") -> bool:
         """Whether :meth:`all_reduce_add_norm` takes ``x`` [rows, row], for which :meth:`takes` is true: rows of whole
-        vectors and at most 32 KB. In two shots (None: where ``x`` has more than ``one_shot_bytes``) a rank's part of
-        a row must also be whole warps' vectors."""
+        vectors and at most 32 KB. In two shots a rank's part of a row must also be whole warps' vectors. ``way``: one
+        of ``ROW_WAYS``; "" chooses it by the size."""
+        return self._row_kind(x, way) is not None
+
+    def _row_kind(self, x: torch.Tensor, way: str) -> int | None:
         if x[0].nbytes % _VECTOR or x[0].nbytes > _ROW_PARTS * _MAX_THREADS * _VECTOR:
-            return False
-        two_shots = x.nbytes > self.one_shot_bytes if two_shots is None else two_shots
-        return self._rows_together(x) > 0 if two_shots else x.nbytes <= self.one_shot_bytes
+            return None
+        divides = self._rows_together(x) > 0
+        fits = {
+            _FUSED: x.nbytes <= self.one_shot_bytes,
+            _FUSED_WORD_SHOTS: divides and 2 * x.nbytes <= self.size * self.one_shot_bytes,
+            _FUSED_TWO_SHOTS: divides,
+        }
+        kinds = [_FUSED, _FUSED_WORD_SHOTS, _FUSED_TWO_SHOTS] if not way else [ROW_WAYS[way]]
+        if (self.size - 2) * x.nbytes > _WORDS_FROM:
+            kinds.sort(key=_FUSED_WORD_SHOTS.__ne__)  # first
+        return next((kind for kind in kinds if fits[kind]), None)
 
     def _rows_together(self, x: torch.Tensor) -> int:
         """How many rows a block takes at a time in two shots, a thread for each vector of its rank's part: several if

@@ -79,6 +79,7 @@ class FakeAllReduce:
         return 0 < x.nbytes <= MAX_BYTES and x.nbytes % 16 == 0
 
     takes_rows: Any = PeerAllReduce.takes_rows
+    _row_kind: Any = PeerAllReduce._row_kind
     _rows_together: Any = PeerAllReduce._rows_together
     _max_blocks, size = 128, 2
 
@@ -95,9 +96,9 @@ class FakeAllReduce:
         eps: float,
         hidden: torch.Tensor,
         normed: torch.Tensor,
-        two_shots: bool | None = None,
+        way: str = "",
     ) -> None:
-        assert self.takes_rows(x, two_shots)
+        assert self.takes_rows(x, way)
         hidden.copy_(residual + x * 2)
         normed.copy_(F.rms_norm(hidden.float(), hidden.shape[1:], weight.float(), eps))
 
@@ -271,7 +272,7 @@ def test_one_rank_that_finds_kernels_wrong_turns_them_off(
             eps: float,
             hidden: torch.Tensor,
             normed: torch.Tensor,
-            two_shots: bool | None = None,
+            way: str = "",
         ) -> None:
             hidden.copy_(residual + kernels.gather(self.rank, x).float().sum(0).bfloat16())
             normed.copy_(F.rms_norm(hidden.float(), hidden.shape[1:], weight.float(), eps))
@@ -281,8 +282,8 @@ def test_one_rank_that_finds_kernels_wrong_turns_them_off(
         def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(kernels.gather(self.rank, x))
 
-        def takes_rows(self, x: torch.Tensor, two_shots: bool | None = None) -> bool:
-            return not two_shots
+        def takes_rows(self, x: torch.Tensor, way: str) -> bool:
+            return way == "one shot"
 
         def limit(self, limit_s: float) -> None:
             pass
