@@ -118,7 +118,8 @@ class SpeculativeRunner(GraphRunner):
         self._path_lens = self.arena["path_lens"] if topk > 1 else None
         # The target's hidden states of the rows that it verifies: of its last layer, and of ``aux_layers``.
         hidden_size = model.config.hidden_size
-        self._hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
+        # Nothing if the draft does not read them.
+        self._hidden = torch.zeros(num_rows if num_kept[1] else 0, hidden_size, dtype=dtype, device=where)
         self._aux = torch.zeros(num_rows, len(self._aux_layers) * hidden_size, dtype=dtype, device=where)
         path_lens = self.arena["seq_lens"] if self._path_lens is None else self._path_lens
         sees_images = config.draft is not None and config.draft.sees_images
@@ -377,7 +378,8 @@ class SpeculativeRunner(GraphRunner):
         if logits_out is not None:
             batch = replace(batch, logits_out=logits_out[:num_rows])
         x = self._model.hidden_states(batch)
-        hidden_copy(self._device, self._hidden[:num_rows], x)
+        if len(self._hidden):
+            hidden_copy(self._device, self._hidden[:num_rows], x)
         return self._model.own_logits(x, batch)
 
     def _state_step(self, plans: StepPlans) -> StateStep:

@@ -3,7 +3,7 @@
 A deeper step takes longer and may yield more tokens. The times are measured at start-up (``StepCosts``). The number of
 tokens is estimated from the share of drafts that were accepted recently, at each position after the last token. A
 shallow step says nothing about later positions, so now and then a step of the greatest depth probes them. Such probes
-are so rare that they cost at most 1 % of the tokens.
+are so rare that they cost at most 0.5 % of the tokens.
 
 A choice depends on the table of times and on published results only, not on a clock. So all ranks choose the same, and
 the flight recorder records each choice with the rates that it was based on.
@@ -31,7 +31,7 @@ _HALF_WEIGHT = 24
 # Another depth must be better by this share to be chosen, because changes are not free and the estimates not exact.
 _MIN_GAIN = 0.02
 # The share of the tokens that may be lost to probes, which are deeper than the best depth.
-_PROBE_SHARE = 0.01
+_PROBE_SHARE = 0.005
 # The minimum number of steps between two probes, even if they lose nothing.
 _MIN_PROBE_INTERVAL = 8
 
