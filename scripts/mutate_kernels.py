@@ -1,8 +1,10 @@
-"""``python scripts/mutate_kernels.py``: tests the CPU suite with faults in the Triton kernels, one at a time.
+"""``python scripts/mutate_kernels.py``: tests the CPU suite with faults in our kernels, one at a time: in those of
+Triton, and with --cuda in those of CUDA C++.
 
 A rule drops a mask, a barrier, a wait or the reset of a counter, relaxes a flag, shifts a bound, or takes away a limit
 or a rounding up. The tests of the changed file then run on a copy of the tree until one fails; if none does, the mutant
-has survived. Tests that only a GPU can run are not part of this.
+has survived. Tests that only a GPU can run are not part of this. Of CUDA C++ these are those of *.cu (launches, and the
+loops of fills and page copies) and of skinny_device.cuh, whose instructions are emulated.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -66,9 +69,28 @@ TESTS: dict[str, dict[str, str]] = {
     "speculative_step": {"speculative_step": "", "kernel_accesses": _STEP},
     "token_lookup": {"speculative_step": "look_ups", "kernel_accesses": "look_up|keep_tokens"},
 }  # fmt: skip
+CUDA = ROOT / "sgl-kernel"
+_LAYERS, _PEERS = "layers/test_skinny_gemm_emulated", "distributed/test_all_reduce_kernel"
+_COMPILED = "whole_system or without_a_fence or preceding_kernel"
+# As TESTS, of CUDA C++: tests and which of them, as pytest's -k says; not those that change the source themselves.
+_SKINNY = {_LAYERS: "not needed and not each_other"}
+_REDUCE = {_PEERS: f"not rely_on and not ({_COMPILED})", f"{_PEERS} compiled": _COMPILED}
+_SHARED = {
+    "kernel_package/test_kernel_package": "fill or page or layer or field or list or draft or divi or unit[ or widest"
+}
+CUDA_TESTS: dict[str, dict[str, str]] = {
+    "csrc/all_reduce_device.cuh": {f"{_PEERS} compiled": _COMPILED},
+    "csrc/all_reduce_kernel.cuh": _REDUCE, "csrc/all_reduce_thread.cuh": _REDUCE,
+    "csrc/skinny_direct.cuh": _SKINNY, "csrc/skinny_kernel.cuh": _SKINNY, "csrc/skinny_numbers.cuh": _SKINNY,
+    "include/fenceline/all_reduce.h": _REDUCE, "include/fenceline/skinny_gemm.h": _SKINNY,
+    "include/fenceline/arena_fill.h": _SHARED, "include/fenceline/common.h": _SHARED,
+    "include/fenceline/page_copy.h": _SHARED, "include/fenceline/page_direct.h": _SHARED,
+}  # fmt: skip
 _EFFECTS = frozenset(("debug_barrier", "gdc_wait", "gdc_launch_dependents"))
 _NEXT = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _TIMEOUT_S = 900.0
+_CUDA_S = 90.0  # they take 15 s; 60 more if nvcc compiles
+NO_PROGRAM = "does not compile"  # so it is no mutant
 
 
 def _callee(node: ast.AST) -> str:
@@ -118,6 +140,29 @@ def _rounded_down(file: SourceFile, node: ast.AST) -> None:
         file.add("limit", node, f"({file.text(node.args[1])})")
 
 
+_IN = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))"  # what parentheses hold
+# Of CUDA C++: what is found in a line, and what takes its place.
+_CUDA_RULES = (
+    (
+        "drop",
+        rf"(?<![\w.:])(?:(?:m|thread)\.)?(?:__syncthreads|__syncwarp|named_sync|cluster_barrier|wait_for_previous_kernel"
+        rf"|wait_for_oldest|barrier|begin|arrive|count|count_absent|refresh|release|acquire)\({_IN}*\);",
+        "{}",
+    ),
+    ("drop", r"(?<=  )[\w.>-]+(?:\[[^;=]*\])* = (?:0|generation_);", "{}"),  # a counter is not reset, or not kept
+    ("relaxed", r"\b(st\.)release|\b(ld\.)acquire", r"\1\2relaxed"),
+    ("relaxed", r"(\.)sys(\.global)", r"\1gpu\2"),
+    ("relaxed", r"griddepcontrol\.wait;|bar\.sync", ""),
+    ("mask", rf"\bif \((?!k[A-Z]\w*\)){_IN}+\)", "if (true)"),
+    ("bound", r"( [<>])( (?!k[A-Z]|\d))", r"\1=\2"),  # of what is known when it runs
+    ("bound", r"( [<>])=( (?!k[A-Z]|\d))", r"\1\2"),
+    ("shift", r" [+-] 1\b(?![.\d])", ""),
+    ("limit", rf"\b(?:std::)?(?:min|max)\(({_IN}+?), {_IN}+\)", r"(\1)"),
+    ("limit", rf"\b(?:std::)?(?:min|max)\({_IN}+?, ({_IN}+)\)", r"(\1)"),
+)
+# Lines that are left alone: refusals, of which each has its test, and what holds when they are compiled.
+_LEFT_ALONE = re.compile(r"\breturn \"|^\s*(#|template|static_assert|constexpr|static constexpr|using)|if constexpr")
+
 RULES: Rules = (_without_effect, _without_mask, _shifted_bound, _rounded_down)
 
 
@@ -130,9 +175,41 @@ def kernel_mutants() -> list[Mutant]:
     return [one for one in found if "prefetch" not in one.function]  # what is prefetched changes no number
 
 
+def _conditions(line: str) -> Iterator[tuple[int, int]]:
+    """Where each operand of && stands in ``line``, with its &&."""
+    for found in re.finditer(" && ", line):
+        start, end = found.span()
+        before = re.search(rf"(?:(?!&& |\|\| |[=?:;{{}}] |\($)(?:[^()]|\({_IN}*\)))*$", line[:start])
+        behind = re.match(rf"(?:(?! &&| \|\|| [?:]|[;)])(?:[^()]|\({_IN}*\)))*", line[end:])
+        assert before and behind
+        yield before.start() + len(before[0]) - len(before[0].lstrip()), end
+        yield start, end + behind.end()
+
+
+def cuda_mutants() -> list[Mutant]:
+    """The mutants of CUDA_TESTS' files."""
+    found: list[Mutant] = []
+    for path in CUDA_TESTS:
+        source = (CUDA / path).read_text(encoding="utf-8")
+        file, start = SourceFile(path, source, statements=[(0, len(source), 1)]), 0
+        for number, whole in enumerate(source.splitlines(keepends=True), 1):
+            line = whole.partition("//")[0]
+            if not _LEFT_ALONE.search(line):
+                for rule, pattern, text in _CUDA_RULES:
+                    for one in re.finditer(pattern, line):
+                        file.add_span(rule, number, start + one.start(), start + one.end(), one.expand(text))
+                for begin, end in _conditions(line):
+                    file.add_span("mask", number, start + begin, start + end, "")
+            start += len(whole)
+        found += file.found
+    return found
+
+
 def checks_of(path: str) -> list[tuple[str, str, str]]:
     """The scripts whose checks run kernels of ``path``, with their mode and the names of these checks."""
     found = []
+    if path in CUDA_TESTS:
+        return [(f"test/unit/{test.split()[0]}.py", "pytest", names) for test, names in CUDA_TESTS[path].items()]
     for test, names in TESTS[Path(path).stem].items():
         name, _, mode = test.partition(" ")
         folder = "speculative" if name.startswith("speculative") else "layers"
@@ -141,11 +218,17 @@ def checks_of(path: str) -> list[tuple[str, str, str]]:
 
 
 def copy_of_tree(folder: Path) -> None:
-    """The sources and tests, as links to the files. Scripts of checks make only those that $CHECKS matches there, and
-    end with the first that fails."""
+    """The sources, as links to the files, and tests. Scripts of checks make only those that $CHECKS matches there, and
+    end with the first that fails. The compiler of C++ does not warn there: of what a fault leaves unused."""
     ignored = shutil.ignore_patterns("__pycache__", "node_modules", ".*")
-    for name in ("python", "test"):
-        shutil.copytree(ROOT / name, folder / name, copy_function=os.symlink, ignore=ignored)
+    for name in ("python", "test", "sgl-kernel"):
+        link = os.symlink if name == "python" else shutil.copy2  # tests look for sources from where they stand
+        shutil.copytree(ROOT / name, folder / name, copy_function=link, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    compiler = folder / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -w\n', encoding="utf-8")
+    compiler.chmod(0o755)
     script = folder / "test" / "support" / "triton_interpreter.py"
     source = script.read_text(encoding="utf-8")
     loop, fails = "    for name, check in checks.items():\n", "outcomes[name] = traceback.format_exc()"
@@ -159,8 +242,9 @@ def copy_of_tree(folder: Path) -> None:
 
 def failure(mutant: Mutant, tree: Path) -> str:
     """The first check that fails; an empty text if none does."""
-    file = tree / "python" / "fenceline" / mutant.path
-    source = (PACKAGE / mutant.path).read_text(encoding="utf-8")
+    home = CUDA if mutant.path in CUDA_TESTS else PACKAGE
+    original, file = home / mutant.path, tree / home.relative_to(ROOT) / mutant.path
+    source = original.read_text(encoding="utf-8")
     file.unlink()
     file.write_text(mutant.apply(source), encoding="utf-8")
     try:
@@ -169,11 +253,13 @@ def failure(mutant: Mutant, tree: Path) -> str:
                 return failed
     finally:
         file.unlink()
-        file.symlink_to(PACKAGE / mutant.path)
+        file.symlink_to(original)
     return ""
 
 
 def _failed(tree: Path, script: str, mode: str, names: str) -> str:
+    if mode == "pytest":
+        return _failed_test(tree, script, names)
     paths = os.pathsep.join(str(tree / each) for each in ("python", "test/support"))
     env = os.environ | {
         "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "CHECKS": names, "OMP_NUM_THREADS": "1",
@@ -191,17 +277,34 @@ def _failed(tree: Path, script: str, mode: str, names: str) -> str:
     return next((f"{script} {mode} {name}" for name, text in outcomes.items() if text), "")
 
 
+def _failed_test(tree: Path, file: str, names: str) -> str:
+    """The first test of ``file`` that fails, by the compilers of the tree."""
+    path, paths = (f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}", f"{tree / 'python'}")
+    env = os.environ | {"PATH": path, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tree / "cache")}
+    run = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", "-p", "no:cacheprovider", "-k", names, file]
+    try:
+        done = subprocess.run(run, cwd=tree, env=env, capture_output=True, text=True, timeout=_CUDA_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{file} does not end"
+    if "returned non-zero exit status" in done.stdout and "error:" in done.stderr + done.stdout:
+        return NO_PROGRAM
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    assert failed or done.returncode <= 0 or "crash" in done.stdout, done.stdout[-2000:]
+    return failed[1] if failed else f"{file}: exit status {done.returncode}" if done.returncode else ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. The exit status is 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="python scripts/mutate_kernels.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the mutants and do nothing")
+    parser.add_argument("--cuda", action="store_true", help="of CUDA C++")
     parser.add_argument("--id", nargs="+", metavar="ID", help="these mutants")
     parser.add_argument("--file", nargs="+", metavar="NAME", help="mutants of these files, such as decode_attention")
     parser.add_argument("--sample", type=int, metavar="N", help="N of them, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0, help="their order, which is random")
     args = parser.parse_args(argv)
     chosen = [
-        one for one in kernel_mutants()
+        one for one in (cuda_mutants() if args.cuda else kernel_mutants())
         if (args.id is None or one.id in args.id) and (args.file is None or Path(one.path).stem in args.file)
     ]  # fmt: skip
     chosen = Random(args.seed).sample(chosen, len(chosen))[: args.sample]
@@ -215,9 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mutant in chosen:
             began = time.monotonic()
             failed = failure(mutant, Path(folder))
-            states["killed" if failed else "survived"] += 1
+            states["none" if failed == NO_PROGRAM else "killed" if failed else "survived"] += 1
             show(f"{mutant.id} {mutant}: {failed or 'SURVIVED'} ({time.monotonic() - began:.0f} s)")
-    show(f"{states['killed']} of {len(chosen)} killed")
+    show(f"{states['killed']} of {len(chosen) - states['none']} killed")
     return int(states["survived"] > 0)
 
 
