@@ -89,7 +89,7 @@ CUDA_TESTS: dict[str, dict[str, str]] = {
 _EFFECTS = frozenset(("debug_barrier", "gdc_wait", "gdc_launch_dependents"))
 _NEXT = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _TIMEOUT_S = 900.0
-_CUDA_S = 90.0  # they take 15 s; 60 more if nvcc compiles
+_CUDA_S = 90.0  # they take 15 s; 60 more if nvcc compiles. A test of them has 30.
 NO_PROGRAM = "does not compile"  # so it is no mutant
 
 
@@ -281,7 +281,8 @@ def _failed_test(tree: Path, file: str, names: str) -> str:
     """The first test of ``file`` that fails, by the compilers of the tree."""
     path, paths = (f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}", f"{tree / 'python'}")
     env = os.environ | {"PATH": path, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tree / "cache")}
-    run = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", "-p", "no:cacheprovider", "-k", names, file]
+    run = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", "--timeout", "30", "-p", "no:cacheprovider"]
+    run += ["-k", names, file]
     try:
         done = subprocess.run(run, cwd=tree, env=env, capture_output=True, text=True, timeout=_CUDA_S, check=False)
     except subprocess.TimeoutExpired:

@@ -2,7 +2,8 @@
 // Where the GPU allows several orders, the emulation takes the one in which an error shows.
 //   eager 0: an asynchronous copy ends when it is waited for, and until then its destination holds NaN
 //   eager 1: it ends at once, and overwrites what still had to be read there
-// x and the residual hold NaN until every thread of a cluster waits for the preceding kernel.
+// x and the residual hold NaN until every thread of a cluster waits for the preceding kernel. A copy or a load beyond its
+// operand, or beyond shared memory, is an error.
 // FENCELINE_NUMBERS is one of fenceline::Numbers.
 //   g++ -std=c++17 -O1 -DFENCELINE_NUMBERS=kBf16 -shared -fPIC -I include -I csrc tests/skinny_emulation.cpp
 #include <ucontext.h>
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -192,16 +194,32 @@ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 uint32_t low_halves(uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; }
 uint32_t high_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 
+// Whether global memory that is read belongs to an operand; if not, that is remembered.
+std::vector<std::pair<const char*, const char*>> operands;
+bool stray_access = false;
+bool is_inside(const void* from, size_t size) {
+  const char* first = static_cast<const char*>(from);
+  for (const auto& [start, end] : operands) {
+    if (first >= start && first + size <= end) return true;
+  }
+  stray_access = true;
+  return false;
+}
+
 uint4 load_global(const char* from) {
-  uint4 v;
-  std::memcpy(&v, from, 16);
+  uint4 v{kNan, kNan, kNan, kNan};
+  if (is_inside(from, 16)) std::memcpy(&v, from, 16);
   return v;
 }
 uint4 load_weight(const char* from, uint64_t) { return load_global(from); }
 
 void start_copy(uint32_t to, const void* from, bool live, size_t size) {
+  if (to + size > cta().shared.size()) {
+    stray_access = true;
+    return;
+  }
   Copy copy{cta().shared.data() + to, size, {}};
-  if (live) std::memcpy(copy.bytes, from, size);
+  if (live && is_inside(from, size)) std::memcpy(copy.bytes, from, size);
   if (eager_copies) {
     std::memcpy(copy.to, copy.bytes, size);
     return;
@@ -379,7 +397,12 @@ extern "C" const char* fenceline_emulate_skinny_gemm(const SkinnyGemmRequest* as
   request = &own;
   params = plan_skinny_gemm(own);
   weight_end = params.weight + static_cast<size_t>(params.weight_rows) * own.k * bits_of(kNumbers) / 8;
-  stray_prefetch = false;
+  stray_prefetch = stray_access = false;
+  const size_t groups = own.group == 0 ? 1 : (own.k + own.group - 1) / own.group, num_scales = groups * params.weight_rows;
+  operands = {{params.x, params.x + num_x * 2}, {params.weight, weight_end}};
+  if (params.norm_weight) operands.push_back({params.norm_weight, params.norm_weight + own.k * 2});
+  if (params.scales) operands.push_back({(const char*)params.scales, (const char*)(params.scales + num_scales)});
+  if (params.zeros) operands.push_back({params.zeros, params.zeros + num_scales});
   eager_copies = eager != 0;
   const uint32_t num_warps = static_cast<uint32_t>(own.warps_n * own.warps_k);
   blockDim.x = num_warps * 32;
@@ -388,5 +411,6 @@ extern "C" const char* fenceline_emulate_skinny_gemm(const SkinnyGemmRequest* as
   for (uint32_t block = 0; block < gridDim.x; block += params.cluster) {
     run_cluster(block, num_warps, front);
   }
+  if (stray_access) return "a copy or a load left its operand";
   return stray_prefetch ? "a prefetch left the weight" : nullptr;
 }

@@ -8,7 +8,7 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -176,7 +176,7 @@ def test_a_launch_that_cannot_be_made_says_why(code: ctypes.CDLL, fields: dict[s
 # --- the kernels on the CPU, every CUDA thread a thread --------------------------------------------------
 
 
-def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") -> Path:
+def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc", flags: Sequence[str] = ()) -> Path:
     """The program of tests/all_reduce_emulation.cpp, with the kernels of ``code``."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -184,6 +184,7 @@ def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") ->
     program = folder / "emulation"
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-pthread"]
     command += [f"-DFENCELINE_RANKS={ranks}", f"-DFENCELINE_SIZE={size}", f"-I{ROOT / 'include'}", f"-I{code}"]
+    command += flags
     command += [str(ROOT / "tests" / "all_reduce_emulation.cpp"), "-o", str(program)]
     subprocess.run(command, check=True)
     return program
@@ -193,8 +194,11 @@ def emulated(folder: Path, ranks: int, size: int, code: Path = ROOT / "csrc") ->
     "ranks, size", [(2, 2), pytest.param(3, 0, marks=pytest.mark.long), pytest.param(4, 4, marks=pytest.mark.long)]
 )
 def test_all_kinds_of_launches_pass_generation_2_to_the_32(tmp_path: Path, ranks: int, size: int) -> None:
-    done = subprocess.run([emulated(tmp_path, ranks, size)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
+    """No access leaves its operand meanwhile."""
+    bounds = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = emulated(tmp_path, ranks, size, flags=bounds)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr[:2000]
 
 
 _THREAD = "all_reduce_thread.cuh"
