@@ -16,7 +16,7 @@ import pytest
 from fenceline_proof import mutate
 from fenceline_proof.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 from fenceline_proof.mutate import Result, Traced, read_results, report, runs_for
-from mutate_kernels import ROOT, RULES, TESTS, checks_of, kernel_mutants
+from mutate_kernels import CUDA_TESTS, ROOT, RULES, TESTS, checks_of, cuda_mutants, cuda_mutants_of, kernel_mutants
 
 engine_mutants = cache(all_mutants)  # which takes seconds
 SOURCE = '''
@@ -88,6 +88,43 @@ def test_the_rules_of_kernels_find_each_place_once() -> None:
         ("mask", "live", "(live) | True"),
         ("drop", "tl.store(count, 0)", "pass"),
     }
+
+
+CUDA_KERNEL = """
+template <int kSize>
+__global__ void kernel(Params p) {
+  if (p.rows < 1) return "no rows";
+  wait_for_previous_kernel();
+  for (uint32_t i = first; i < p.rows && p.live; i += kSize) {
+    if (threadIdx.x == 0 || p.all) sums[min(i, p.rows - 1)] = load(i);  // i < p.rows
+    if (kSize) __syncthreads();
+  }
+  fill_step = 0;
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+"""
+
+
+def test_the_rules_of_cuda_find_each_place_once() -> None:
+    assert {(one.rule, one.old, one.text) for one in cuda_mutants_of("x.cuh", CUDA_KERNEL)} == {
+        ("drop", "wait_for_previous_kernel();", "{}"),
+        ("bound", " < ", " <= "),
+        ("mask", "i < p.rows && ", ""),
+        ("mask", " && p.live", ""),
+        ("mask", "if (threadIdx.x == 0 || p.all)", "if (true)"),
+        ("limit", "min(i, p.rows - 1)", "(i)"),
+        ("limit", "min(i, p.rows - 1)", "(p.rows - 1)"),
+        ("shift", " - 1", ""),
+        ("drop", "__syncthreads();", "{}"),
+        ("drop", "fill_step = 0;", "{}"),
+        ("relaxed", "st.release", "st.relaxed"),
+        ("relaxed", ".sys.global", ".gpu.global"),
+    }
+
+
+def test_every_file_of_cuda_has_tests_and_mutants() -> None:
+    mutants = cuda_mutants()
+    assert {one.path for one in mutants} == CUDA_TESTS.keys()
+    assert all((ROOT / script).exists() for path in CUDA_TESTS for script, _, _ in checks_of(path))
 
 
 def test_every_kernel_has_tests_and_mutants() -> None:
