@@ -18,7 +18,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -45,12 +44,7 @@ def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[s
         for side, source, flags in zip(SIDES, (args.before, None), (args.before_args, args.after_args), strict=True):
             log = args.out / f"{shape}-{side}.server.log"
             server = BenchServer(model_dir, [*size, *shlex.split(flags)], log, source=source)
-            servers[side] = server
-        with ThreadPoolExecutor() as pool:  # both start at once; SIGTERM is handled by whom this thread starts
-            other = pool.submit(stack.enter_context, servers["before"])
-            stack.enter_context(servers["after"])
-            other.result()
-        for side, server in servers.items():
+            servers[side] = stack.enter_context(server)  # one after the other: some measure their steps at start
             print(f"{side}: {shlex.join(server.command)}: ready after {server.start_s:.1f} s", flush=True)
         rows: dict[str, dict[str, list[Row]]] = {key: {side: [] for side in SIDES} for key in keys}
         for round_ in range(args.rounds):
