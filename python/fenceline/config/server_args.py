@@ -236,7 +236,7 @@ class ServerArgs:
     max_inter_token_ms: float | None = _memory(
         None,
         "With --enable-mixed-chunk: about the longest time between two tokens of a running request because of prompts, "
-        "which are computed in chunks that fit, by times measured at start. On a GPU 30, or four times what a step "
+        "which are computed in chunks that fit, by times measured at start. On a GPU 30, or three times what a step "
         "without prompts takes, on a CPU no limit unless given.",
     )
     max_prefill_tokens: int | None = _memory(

@@ -70,7 +70,7 @@ _MEASURED_STEPS, _MEASURED_ROUNDS = 4, 3
 _MOST_MEASURED = 32
 
 # The same of steps with prompts, by tokens. And who decodes beside them when that is timed: so many, and so long.
-_MIXED_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_MIXED_TOKENS, _MIXED_ROUNDS = (32, 64, 128, 256, 512, 1024, 2048), 2
 _MIXED_DECODES, _MIXED_CONTEXT, _MIXED_PREFIX = 32, 2048, 4096
 
 Launch = Callable[[StepBatch], ForwardResult | HeldStep]
@@ -130,7 +130,7 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     sizes = [size for size in _MIXED_TOKENS if size < min(most, longest)] + [min(most, longest, _MIXED_TOKENS[-1])]
 
     def seconds(batch: StepBatch) -> tuple[float, Point]:
-        rounds = [_measure(launch, (), batch) for _ in range(_MEASURED_ROUNDS)]
+        rounds = [_measure(launch, (), batch) for _ in range(_MIXED_ROUNDS)]
         return min(one for one, _ in rounds), rounds[-1][1]
 
     def prompt(size: int, prefix: int = 0) -> StepBatch:

@@ -33,7 +33,7 @@ from fenceline.scheduler.stats import SchedulerStats
 _LEAST_PROMPT_TOKENS = 32
 # Without --max-inter-token-ms a step beside prompts takes at most so long, or so many times as long as without them:
 # the longest gap of a text is then about twice its mean, and prompts get their share where many decode.
-_INTER_TOKEN_S, _INTER_TOKEN_STEPS = 0.03, 4
+_INTER_TOKEN_S, _INTER_TOKEN_STEPS = 0.03, 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ def test_chunks_end_before_a_token_is_late() -> None:
 
 
 def test_without_a_limit_steps_beside_prompts_are_short_beside_those_without() -> None:
-    """30 ms, or four times what those who decode take alone, so that many of them leave prompts some time."""
+    """30 ms, or three times what those who decode take alone, so that many of them leave prompts some time."""
     driver = make_driver(num_pages=2400, num_rows=12, chunked_prefill_size=4096, enable_mixed_chunk=True)
     for decodes, alone in ((1, 0.005), (8, 0.005 + 8 * 20 * 1e-4)):
         driver.worker.step_costs = MixedCosts((1, 4096), (0.005, 1.0), per_context=1e-4)
@@ -193,7 +193,7 @@ def test_without_a_limit_steps_beside_prompts_are_short_beside_those_without() -
         assert time is not None
         num = time.max_tokens(0, 4096)
         assert context == decodes * 20
-        assert driver.worker.step_costs.of(num, decodes, 0, context) == pytest.approx(max(0.030, 4 * alone), rel=0.1)
+        assert driver.worker.step_costs.of(num, decodes, 0, context) == pytest.approx(max(0.030, 3 * alone), rel=0.1)
 
 
 @pytest.mark.parametrize("limit", [0.001, 0.0105, 0.0139, 0.02, 0.05, 1.0])
