@@ -1,6 +1,6 @@
 """What could be gained by prefill and decode side by side, on partitions of a GPU's multiprocessors (SMs)?
 
-    python benchmark/h200/side_by_side.py --shape 8b --batch 64,256 --sms 32,48,64,80,96
+    python benchmark/h200/side_by_side.py --shape 8b --batch 64,256 --sms 32,48,64,88
 
 Decode steps are replayed over and over on some SMs while chunks of prompts are computed on the others, by two model
 runners in one process, each with graphs that were captured on its own stream. A row has the milliseconds of a step and
@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import numpy as np
-import sm_partitions
 import torch
 from shapes import SHAPES, make_model_dir
+from sm_partitions import num_sms, split
 
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import resolve
@@ -37,6 +39,9 @@ from fenceline.model_executor.warm_up import _extend_batch, _launched, _Measured
 
 _MOST_STEPS = 160  # decode steps of one measurement, by which requests grow
 _ALONE = 8  # steps and chunks that are timed alone, as many after others that are not
+_COLUMNS = "rows", "SMs", "step ms", "chunk ms", "step beside", "chunk beside", "tok/s out", "tok/s in", "gain"
+
+Events = list[torch.cuda.Event]  # the ends of steps
 
 
 class Side:
@@ -52,20 +57,19 @@ class Side:
             for keys_or_values in rows.values():
                 keys_or_values.normal_()
 
-    def move(self, stream: torch.cuda.Stream, num_sms: int) -> None:
-        """All steps run on ``stream`` from now on, which has ``num_sms`` SMs."""
+    def move(self, stream: torch.cuda.Stream, sms: int) -> None:
+        """All steps run on ``stream`` from now on, which has so many ``sms``."""
         torch.cuda.synchronize()
         self.device.forward.raw = stream  # type: ignore[attr-defined]
-        use_sms(num_sms)
-        attention = self.runner.parts.attention
-        for backend in {attention.decode, attention.prefill}:
+        use_sms(sms)
+        for backend in {self.runner.parts.attention.decode, self.runner.parts.attention.prefill}:
             for name in {"num_sms", "_num_sms"} & vars(backend).keys():
-                setattr(backend, name, num_sms)
+                setattr(backend, name, sms)
             vars(backend).get("_workspaces", {}).clear()
         self.runner._capture(self.config, False)
 
-    def submit(self, num: int, begin: torch.cuda.Event, submit: Callable[[], object]) -> list[torch.cuda.Event]:
-        """Call ``submit`` for each of ``num`` steps after ``begin``; the events that end them."""
+    def submit(self, num: int, begin: torch.cuda.Event, submit: Callable[[], object]) -> Events:
+        """Call ``submit`` for each of ``num`` steps after ``begin``."""
         stream, ends = self.device.forward.raw, []  # type: ignore[attr-defined]
         stream.wait_event(begin)
         for _ in range(num):
@@ -74,12 +78,12 @@ class Side:
             ends[-1].record(stream)
         return ends
 
-    def replays(self, size: int, num: int, begin: torch.cuda.Event) -> list[torch.cuda.Event]:
+    def replays(self, size: int, num: int, begin: torch.cuda.Event) -> Events:
         """Decode steps of the ``size`` requests of the latest batch."""
         with self.device.forward.active():
             return self.submit(num, begin, self.runner.decode._captured[size].graph.replay)
 
-    def launches(self, batch: StepBatch, num: int, begin: torch.cuda.Event) -> list[torch.cuda.Event]:
+    def launches(self, batch: StepBatch, num: int, begin: torch.cuda.Event) -> Events:
         """Steps of ``batch``; as when serving, one's results are awaited while the next one runs."""
         results: list[ForwardResult] = []
 
@@ -93,13 +97,12 @@ class Side:
         return ends
 
 
-def use_sms(num: int) -> None:
-    """Products that are launched or captured from now on are divided for ``num`` SMs."""
-    whole = sm_partitions.num_sms()
-    torch._C._set_sm_carveout_experimental(whole - num or None)
-    name = f"libcublas.so.{(torch.version.cuda or '').split('.')[0]}"
+def use_sms(sms: int) -> None:
+    """Products that are launched or captured from now on are divided for so many ``sms``."""
+    torch._C._set_sm_carveout_experimental(num_sms() - sms or None)
+    cublas = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').split('.')[0]}")
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    assert ctypes.CDLL(name).cublasSetSmCountTarget(handle, num % whole) == 0  # 0: all
+    assert cublas.cublasSetSmCountTarget(handle, sms % num_sms()) == 0  # 0: all
 
 
 def begun() -> torch.cuda.Event:
@@ -111,12 +114,18 @@ def begun() -> torch.cuda.Event:
     return begin
 
 
-def milliseconds(begin: torch.cuda.Event, ends: Sequence[torch.cuda.Event], until: float = float("inf")) -> float:
-    """Of a step: the mean over those that ended ``until`` then."""
+def milliseconds(begin: torch.cuda.Event, ends: Events, until: float = float("inf")) -> float:
+    """Of a step: the mean over those that ended ``until`` then, without the first one, which may have begun late."""
     torch.cuda.synchronize()
     times = [begin.elapsed_time(end) for end in ends]
-    num = max(sum(time <= until for time in times), 1)
-    return times[num - 1] / num
+    last = max(sum(time <= until for time in times), 2) - 1
+    return (times[last] - times[0]) / last
+
+
+def alone(submit: Callable[[int, torch.cuda.Event], Events]) -> float:
+    """Milliseconds of one of the steps that ``submit`` submits."""
+    milliseconds(begin := begun(), submit(_ALONE, begin))
+    return milliseconds(begin := begun(), submit(_ALONE, begin))
 
 
 class Bench:
@@ -143,43 +152,39 @@ class Bench:
         _launched(self.decode.runner.launch, self.decodes(size)).wait()
         return begun()
 
-    def alone(self, submit: Callable[[int, torch.cuda.Event], Sequence[torch.cuda.Event]]) -> float:
-        """Milliseconds of one of the steps that ``submit`` submits."""
-        milliseconds(begin := begun(), submit(_ALONE, begin))
-        return milliseconds(begin := begun(), submit(_ALONE, begin))
-
     def measure(self, size: int) -> tuple[float, float, float, float]:
-        """Milliseconds of a step and of a chunk alone, and beside each other."""
+        """Milliseconds of a step and of a chunk alone, and beside each other. A thread submits the replays, so that
+        chunks do not wait for that."""
         replays, chunks = partial(self.decode.replays, size), partial(self.prefill.launches, self.chunk)
         self.fill(size)
-        step, chunk = self.alone(replays), self.alone(chunks)
-        num_steps, num_chunks = (min(int(self.args.seconds * 1e3 / one) + 2, _MOST_STEPS) for one in (step, chunk))
+        step, chunk = alone(replays), alone(chunks)
+        num_steps, num_chunks = (min(int(self.args.seconds * 1e3 / one) + 3, _MOST_STEPS) for one in (step, chunk))
         begin = self.fill(size)
-        both = replays(num_steps, begin), chunks(num_chunks, begin)
+        with ThreadPoolExecutor(1) as thread:
+            steps = thread.submit(replays, num_steps, begin)
+            both = chunks(num_chunks, begin), steps.result()
         torch.cuda.synchronize()
         until = min(begin.elapsed_time(ends[-1]) for ends in both)
-        return step, chunk, *(milliseconds(begin, ends, until) for ends in both)
+        print([[round(begin.elapsed_time(end)) for end in ends[:24]] for ends in both], file=sys.stderr)
+        return step, chunk, *(milliseconds(begin, ends, until) for ends in both[::-1])
 
     def run(self) -> None:
         """Print the table."""
-        columns = "rows", "SMs", "step ms", "chunk ms", "step beside", "chunk beside", "tok/s out", "tok/s in", "gain"
-        print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
+        print(f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", sep="\n")
         in_turns: dict[int, tuple[float, float]] = {}
-        for num in (None, *self.args.sms):
-            if num is None:
-                whole = sm_partitions.num_sms()
-                sides = [(torch.cuda.Stream(), whole), (torch.cuda.Stream(), whole)]
-            else:
-                sides = [(part.stream, part.num_sms) for part in sm_partitions.split(num)]
+        for sms in (None, *self.args.sms):
+            sides = [(torch.cuda.Stream(), num_sms()) for _ in range(2)]
+            if sms is not None:
+                sides = [(part.stream, part.num_sms) for part in split(sms)]
             self.prefill.move(*sides[1])
             self.decode.move(*sides[0])
             for size in self.args.batch:
                 use_sms(sides[1][1])
                 times = self.measure(size)
                 base = in_turns.setdefault(size, times[:2])
-                self.print(size, "all" if num is None else str(sides[0][1]), times, base)
-                if num is None:
-                    mixed = self.alone(partial(self.decode.launches, self.chunk.beside(self.decodes(size))))
+                self.print(size, "all" if sms is None else str(sides[0][1]), times, base)
+                if sms is None:
+                    mixed = alone(partial(self.decode.launches, self.chunk.beside(self.decodes(size))))
                     self.print(size, "mixed", (*base, mixed, mixed), base)
 
     def print(self, size: int, sms: str, times: Sequence[float], in_turns: Sequence[float]) -> None:
@@ -195,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", choices=list(SHAPES))
     parser.add_argument("--batch", default="64,256", type=_numbers, help="requests that decode")
-    parser.add_argument("--sms", default="32,48,64,80,96", type=_numbers, help="SMs on which they do")
+    parser.add_argument("--sms", default="32,48,64,88", type=_numbers, help="SMs on which they do")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prompt in one step")
     parser.add_argument("--seconds", type=float, default=1.0, help="of both beside each other")
