@@ -485,7 +485,8 @@ def _recurrence_kernel(
                     written = tl.load(place, is_old & of_values, 0.0) + tl.where(is_old, 0.0, wanted)
                     if HAS_BETA:
                         scores = tl.where(local[:, None] > local[None, :], of_keys * share, 0.0)
-                        for row in range(1, ROWS):
+                        # Of rows that are not new, the scores are zero.
+                        for row in range(tl.maximum(low - sub * ROWS, 1), tl.minimum(high - sub * ROWS, ROWS)):
                             is_row = (local == row)[:, None]
                             of_row = tl.sum(tl.where(is_row, scores, 0.0), 0)
                             change = tl.sum(of_row[:, None] * written, 0)
