@@ -89,7 +89,6 @@ CUDA_TESTS: dict[str, dict[str, str]] = {
 _EFFECTS = frozenset(("debug_barrier", "gdc_wait", "gdc_launch_dependents"))
 _NEXT = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _TIMEOUT_S = 900.0
-_CUDA_S = 240.0
 NO_PROGRAM = "does not compile"  # so it is no mutant
 
 
@@ -163,6 +162,8 @@ _CUDA_RULES = (
 # Lines that are left alone: refusals, of which each has its test, and what holds when they are compiled.
 _LEFT_ALONE = re.compile(r"\breturn \"|^\s*(#|template|static_assert|constexpr|static constexpr|using)|if constexpr")
 
+_FUNCTION = re.compile(r"^ *(?:[\w:<>*&]+ )+(\w+)\([^;]*$")  # that begins in a line
+
 RULES: Rules = (_without_effect, _without_mask, _shifted_bound, _rounded_down)
 
 
@@ -191,6 +192,8 @@ def cuda_mutants_of(path: str, source: str) -> list[Mutant]:
     file, start = SourceFile(path, source, statements=[(0, len(source), 1)]), 0
     for number, whole in enumerate(source.splitlines(keepends=True), 1):
         line = whole.partition("//")[0]
+        if named := _FUNCTION.search(line):
+            file.names = [named[1]]
         if not _LEFT_ALONE.search(line):
             for rule, pattern, text in _CUDA_RULES:
                 for one in re.finditer(pattern, line):
@@ -203,7 +206,9 @@ def cuda_mutants_of(path: str, source: str) -> list[Mutant]:
 
 def cuda_mutants() -> list[Mutant]:
     """The mutants of CUDA_TESTS' files."""
-    return [one for path in CUDA_TESTS for one in cuda_mutants_of(path, (CUDA / path).read_text(encoding="utf-8"))]
+    files = {path: (CUDA / path).read_text(encoding="utf-8") for path in CUDA_TESTS}
+    found = [one for path, source in files.items() for one in cuda_mutants_of(path, source)]
+    return [one for one in found if "prefetch" not in one.function]
 
 
 def checks_of(path: str) -> list[tuple[str, str, str]]:
@@ -282,11 +287,11 @@ def _failed_test(tree: Path, file: str, names: str) -> str:
     """The first test of ``file`` that fails, by the compilers of the tree."""
     path, paths = (f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}", f"{tree / 'python'}")
     env = os.environ | {"PATH": path, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tree / "cache")}
-    run = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", "-p", "no:cacheprovider", "-k", names, file]
+    run = ["timeout", "240"]  # ends the programs of tests too
+    run += [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", "-p", "no:cacheprovider", "-k", names, file]
     run += ["--timeout", "200" if names == _COMPILED else "45"]  # of a test; nvcc takes a minute
-    try:
-        done = subprocess.run(run, cwd=tree, env=env, capture_output=True, text=True, timeout=_CUDA_S, check=False)
-    except subprocess.TimeoutExpired:
+    done = subprocess.run(run, cwd=tree, env=env, capture_output=True, text=True, check=False)
+    if done.returncode == 124:
         return f"{file} does not end"
     if "returned non-zero exit status" in done.stdout and "error:" in done.stderr + done.stdout:
         return NO_PROGRAM
