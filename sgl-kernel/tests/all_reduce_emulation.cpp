@@ -103,9 +103,10 @@ inline void load_words(const char* from, uint64_t& a, uint64_t& b) {
 inline uint64_t load_relaxed(const uint64_t* from) { return Word(*const_cast<uint64_t*>(from)).load(std::memory_order_relaxed); }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
-inline uint32_t load_watch(const uint32_t*) { return 0; }
-inline void store_watch(uint32_t*) {}
-inline uint64_t nanoseconds() { return 0; }
+using Watch = std::atomic_ref<uint32_t>;
+inline uint32_t load_watch(const uint32_t* at) { return Watch(*const_cast<uint32_t*>(at)).load(std::memory_order_relaxed); }
+inline void store_watch(uint32_t* at) { Watch(*at).store(1, std::memory_order_relaxed); }
+inline uint64_t nanoseconds() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 inline void named_sync(uint32_t id, uint32_t threads) { block->barriers[id].arrive(threads, true); }
 inline void named_arrive(uint32_t id, uint32_t threads) { block->barriers[id].arrive(threads, false); }
 inline float (&shared_parts())[2][32] { return block->parts; }
@@ -211,6 +212,8 @@ bool run_launch(AllReduceRequest r, const Launch& launch, const Inputs& inputs, 
 int main() {
   constexpr int kCount = static_cast<int>(std::size(kLaunches)) * kRounds;
   AllReduceRequest base{};
+  PeerWatch watch{};
+  base.watch = &watch;  // nobody gives up, however late a rank is
   base.size = kRanks, base.words_capacity = 200, base.sums_capacity = 300, base.eps = 1e-6f;
   std::vector<std::vector<uint4>> memory(kRanks);
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -251,6 +254,16 @@ int main() {
   for (int rank = 0; rank < kRanks; ++rank) {
     for (const uint64_t launched : reinterpret_cast<PeerFlags*>(base.buffers[rank])->launched) {
       if (launched != kBefore + kCount) return std::printf("a block of rank %d has counted %llu\n", rank, (unsigned long long)launched), 1;
+    }
+  }
+  if (watch.lost || watch.given_up) return std::printf("a rank has given up the others\n"), 1;
+  for (const uint32_t given_up : {0u, 1u}) {  // a rank alone: its waits end at their limit, or when the process says so
+    for (const int number : {0, 3}) {
+      watch = {given_up, 0};
+      AllReduceRequest r = base;
+      r.limit_ns = given_up ? 0 : 1000000;
+      run_launch(r, kLaunches[number], inputs[number], 1);
+      if (!watch.lost || !watch.given_up) return std::printf("a rank alone has not said that it gave up\n"), 1;
     }
   }
   return 0;
