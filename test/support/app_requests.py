@@ -25,6 +25,9 @@ class DeadLink:
     def send(self, message: io.Message) -> None:
         pass
 
+    def wake(self) -> None:
+        pass
+
     async def receive(self) -> list[io.Message]:
         raise AssertionError("nobody listens")
 

@@ -40,9 +40,13 @@ class MemoryLink:
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
+        self.num_wakes = 0
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
+
+    def wake(self) -> None:
+        self.num_wakes += 1
 
     async def receive(self) -> list[Message]:
         raise AssertionError("tests hand messages to the manager themselves")

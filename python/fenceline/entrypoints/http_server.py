@@ -73,7 +73,7 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
         Hosts(own_names(args.host), args.allowed_hosts or ()),
         args.cors_allowed_origins or (),
     )
-    direct = DirectRoutes(app, handlers_of(app.routes))
+    direct = DirectRoutes(app, handlers_of(app.routes), manager.expect)
     served = RequestMiddleware(direct, rules, manager.metrics.refused, config.traces is not None)
     if args.cors_allowed_origins is None:
         return served
@@ -93,14 +93,16 @@ def handlers_of(routes: Iterable[BaseRoute]) -> dict[str, Handler]:
 
 
 class DirectRoutes:
-    """POST to a path in ``handlers`` is answered by its handler, everything else by ``app``. Errors are answered as
-    ``app`` does (:func:`fenceline.entrypoints.errors.install_error_handlers`): the route changes what a request costs,
-    not what it gets. With plain routes of ``app`` instead, a request for two tokens cost this process a third more CPU
-    time (benchmark/bench_frontend.py, 1,024 streams); a stream's later tokens cost the same."""
+    """POST to a path in ``handlers`` is answered by its handler, after a call of ``expect``, everything else by
+    ``app``. Errors are answered as ``app`` does (:func:`fenceline.entrypoints.errors.install_error_handlers`): the
+    route changes what a request costs, not what it gets. With plain routes of ``app`` instead, a request for two tokens
+    cost this process a third more CPU time (benchmark/bench_frontend.py, 1,024 streams); a stream's later tokens cost
+    the same."""
 
-    def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], expect: Callable[[], None]) -> None:
         self._app = app
         self._handlers = handlers
+        self._expect = expect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = None
@@ -109,6 +111,7 @@ class DirectRoutes:
         if handler is None:
             await self._app(scope, receive, send)
             return
+        self._expect()
         try:
             response = await handler(Request(scope, receive))
         except RequestError as error:

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -416,6 +417,7 @@ class DetokenizerManager:
         self._ports = ports
         self._inbox: Inbox[DetokenizerInput] = Inbox(ports.detokenizer, DETOKENIZER_DECODER)
         self._outbox = Outbox(ports.tokenizer, ports.scheduler)
+        self._inbox.on_wake = partial(self._outbox.wake, ports.tokenizer)  # text follows the tokens
 
     def run(self, watchdog: Watchdog) -> None:
         """Decode until told to stop. All messages that are waiting are answered with one."""

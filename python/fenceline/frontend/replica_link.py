@@ -65,6 +65,9 @@ class ReplicaLink:
             case _:
                 self._send_to_all(message)
 
+    def wake(self) -> None:
+        """Which replica will get the request is not known yet."""
+
     def _send_to_all(self, message: Message) -> None:
         if isinstance(message, FlushCacheReq | UpdateWeightsReq):
             self._forgetting[message.id] = len(self._links)

@@ -30,6 +30,10 @@ class SchedulerLink(Protocol):
         """Hand one message to the scheduler; never blocks."""
         ...
 
+    def wake(self) -> None:
+        """The scheduler, which idles, is about to get a request."""
+        ...
+
     async def receive(self) -> list[Message]:
         """Wait for news; at least one message, and no more than it takes a moment to handle."""
         ...
@@ -79,6 +83,9 @@ class SocketLink:
             self._backlog.append(message)
         else:
             self._write(message)
+
+    def wake(self) -> None:
+        self._outbox.wake(self._scheduler)
 
     def _write(self, message: Message) -> None:
         if isinstance(message, TokenizedGenerateReq) and message.body:

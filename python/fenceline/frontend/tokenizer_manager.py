@@ -136,6 +136,11 @@ class TokenizerManager:
 
     # --- requests
 
+    def expect(self) -> None:
+        """A request has come whose body has not been read."""
+        if not len(self._table):
+            self._link.wake()
+
     async def submit(self, inp: GenerateInput) -> RequestStream:
         """Validate and send one request. Raises RequestError; then nothing was sent."""
         return (await self.submit_many([inp])).streams[0]

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -37,6 +37,7 @@ _COPIED_BYTES = 1 << 20  # at most, of what is sent: to copy more takes longer t
 _MOST_BYTES = 1 << 30  # of a message
 _RETRY_MS, _MOST_RETRY_MS = 10, 500  # until a sender tries again to connect, twice as long each time
 _MAX_TMPDIR_CHARS = 64
+_WAKE = b"\xc1"  # begins no message
 
 M = TypeVar("M")
 
@@ -86,6 +87,12 @@ class Outbox:
                     socket.send(data, zmq.NOBLOCK | zmq.SNDMORE, copy=len(data) <= _COPIED_BYTES)
                 socket.send(messages[-1], zmq.NOBLOCK, copy=len(messages[-1]) <= _COPIED_BYTES)
 
+    def wake(self, endpoint: str) -> None:
+        """Wake the reader, and ZeroMQ's threads on the way to it, for a message that will follow within half a
+        millisecond. A message to an idle process wakes three threads one after the other, which takes 0.3 to 0.4 ms
+        where the machine's cores sleep; here that time passes while the message is made."""
+        self.send(endpoint, _WAKE)
+
     def close(self, linger_s: float = LINGER_S) -> None:
         """Stop sending; what has not been delivered yet gets ``linger_s``. Harmless to repeat."""
         with self._lock:
@@ -113,6 +120,7 @@ class Inbox(Generic[M]):
         self._decoder = decoder
         self._name = endpoint.rpartition("/")[2]
         self.num_dropped = 0
+        self.on_wake: Callable[[], None] | None = None  # called when somebody wakes the reader (Outbox.wake)
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when something may have arrived; only then: :meth:`fetch` all."""
@@ -165,16 +173,19 @@ class Inbox(Generic[M]):
         """Take what was sent together; False if there is nothing."""
         if self._is_empty and not self._news.poll(0):
             return False
-        # Asked first, because pyzmq's exception takes the CPU longer than all else here.
-        self._is_empty = not cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if self._is_empty:
-            return False
-        is_last = False
-        while not is_last:
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            self._arrived.append(frame)
-            is_last = not frame.more
-        return True
+        while True:
+            # Asked first, because pyzmq's exception takes the CPU longer than all else here.
+            self._is_empty = not cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+            if self._is_empty:
+                return False
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+            while frames[-1].more:
+                frames.append(self._socket.recv(zmq.NOBLOCK, copy=False))
+            if len(frames[0]) != len(_WAKE) or frames[0].bytes != _WAKE:
+                self._arrived += frames
+                return True
+            if self.on_wake is not None:
+                self.on_wake()
 
     def close(self) -> None:
         """Stop listening. What has not been received is lost. Harmless to repeat."""

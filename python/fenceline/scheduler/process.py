@@ -115,9 +115,18 @@ class SocketOutbox:
         self._tokenizer = ports.tokenizer
         self._tokens = ports.tokenizer if skip_detokenizer else ports.detokenizer
         self._outbox = Outbox(*{self._tokenizer, self._tokens})
+        self._expected = False  # the next tokens have been announced
+
+    def expect_tokens(self) -> None:
+        """First tokens are about to come, for which a client waits."""
+        self._expected = True
+        self._outbox.wake(self._tokens)
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         self._outbox.send(self._tokens, encode(message))
+        if self._expected and self._tokens != self._tokenizer:  # it wakes while the detokenizer is at work
+            self._outbox.wake(self._tokenizer)
+        self._expected = False
 
     def to_tokenizer(self, message: Message) -> None:
         self._outbox.send(self._tokenizer, encode(message))
@@ -199,6 +208,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
             if device.kind == "cuda":
                 _watch_ranks(link, shard)
         scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
+        scheduler.expect_tokens = outbox.expect_tokens if rank == 0 else None
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         if kv_events is not None:

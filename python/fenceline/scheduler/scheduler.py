@@ -13,7 +13,7 @@ place that sequences a step; in-flight state is its argument and its return valu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -138,6 +138,7 @@ class Scheduler:
             partial(_state, self.population, self.planner, self.stats),
         )
         self.kv_events: KVEventPublisher | None = None  # if the configuration asks for it, and this is rank 0
+        self.expect_tokens: Callable[[], None] | None = None  # called before it waits for first tokens
         self.num_launched = self.num_published = 0  # steps
         self._memory_checked = True
 
@@ -196,6 +197,8 @@ class Scheduler:
         if flight is not None:
             self.masks.begin(flight)
         if prev is not None:
+            if self.expect_tokens is not None and prev.batch.sampling and not prev.batch.is_decode:
+                self.expect_tokens()
             self.publish(prev)
         if self.masks.pending is not None:
             for req, why in self.masks.stuck():

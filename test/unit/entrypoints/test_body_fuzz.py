@@ -79,6 +79,9 @@ class EchoLink:
             state = STATE if isinstance(message, io.GetInternalStateReq) else None
             self.manager.handle(io.ControlReply(id=message.id, success=True, payload=b"{}", state=state))
 
+    def wake(self) -> None:
+        pass
+
     async def receive(self) -> list[io.Message]:
         raise AssertionError("nobody listens")
 

@@ -295,7 +295,8 @@ async def test_a_direct_route_answers_as_the_app_does(raised: Exception | None, 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    direct = DirectRoutes(app, {"/generate": handler})
+    expected: list[str] = []
+    direct = DirectRoutes(app, {"/generate": handler}, lambda: expected.append("a request"))
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
     await direct(scope, receive, send)
     assert sent[0]["status"] == status
@@ -305,6 +306,7 @@ async def test_a_direct_route_answers_as_the_app_does(raised: Exception | None, 
     await direct({**scope, "method": "GET"}, receive, send)
     await direct({**scope, "path": "/other"}, receive, send)
     assert sent == [{"type": "the app", "path": path} for path in ("/generate", "/other")]
+    assert expected == ["a request"]
 
 
 def test_only_generation_has_direct_routes() -> None:

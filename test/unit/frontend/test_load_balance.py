@@ -125,6 +125,9 @@ class FakeLink:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
+    def wake(self) -> None:
+        pass
+
     async def receive(self) -> list[Message]:
         return await self.news.get()
 

@@ -66,6 +66,19 @@ def test_messages_arrive_whole_and_in_order(reader: Reader, outbox: Outbox) -> N
     assert not reader.wait(0) and reader.drain() == [], "the sender's end is no message"
 
 
+def test_who_is_woken_gets_no_message(reader: Reader, outbox: Outbox) -> None:
+    seen: list[str] = []
+    reader.on_wake = lambda: seen.append("woken")
+    for number in b"12":
+        outbox.wake(reader.endpoint)
+        send(outbox, reader, b"%c" % number)
+    assert receive(reader, 2) == [b"1", b"2"] and seen == ["woken"] * 2
+    outbox.wake(reader.endpoint)
+    while len(seen) < 3:
+        assert not reader.wait(10), "a reader that waits waits on"
+    assert reader.num_dropped == 0
+
+
 def test_a_reader_that_does_not_read_holds_up_no_sender(reader: Reader, outbox: Outbox) -> None:
     messages = [bytes([number % 256]) * 5_000 for number in range(5_000)]  # 25 MB
     for message in messages:

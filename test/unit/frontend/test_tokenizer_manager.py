@@ -85,6 +85,16 @@ async def test_chunks_of_a_slow_reader_are_merged() -> None:
     assert bench.manager.num_active == 0
 
 
+async def test_only_an_idle_engine_is_woken_for_a_request() -> None:
+    bench = Bench()
+    bench.manager.expect()
+    async with await bench.manager.submit(ids_input(5)):
+        bench.manager.expect()
+        assert bench.link.num_wakes == 1
+    bench.manager.expect()
+    assert bench.link.num_wakes == 2
+
+
 async def test_leaving_a_stream_aborts_once_and_late_news_is_dropped() -> None:
     bench = Bench()
     async with await bench.manager.submit(ids_input(5)) as stream:

@@ -166,12 +166,14 @@ def test_the_server_is_ready_when_the_detokenizer_runs_too() -> None:
     inbox = Inbox(ports.tokenizer, TOKENIZER_DECODER)
     try:
         manager = DetokenizerManager(None, ports)  # type: ignore[arg-type]
-        sender = Outbox(ports.detokenizer)
+        sender, woken = Outbox(ports.detokenizer), list[bool]()
+        inbox.on_wake = lambda: woken.append(True)
+        sender.wake(ports.detokenizer)  # before first tokens: this passes through it as well
         for message in (ready, ShutdownReq()):
             sender.send(ports.detokenizer, encode(message))
         manager.run(Watchdog(0, lambda reason: None))
         inbox.wait()
-        assert inbox.drain(8) == [ready]
+        assert woken and inbox.drain(8) == [ready]
     finally:
         inbox.close()
         remove_ports(ports)

@@ -599,8 +599,10 @@ def test_what_ends_by_a_known_result_leaves_its_memory(chunk_size: int, prompt_l
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_first_tokens_do_not_wait_for_the_next_launch(quick: bool) -> None:
-    """And a request that ends with its first token is not in the next step."""
-    driver = make_driver(num_pages=64)
+    """And a request that ends with its first token is not in the next step. Those that have to be waited for are
+    announced."""
+    driver, announced = make_driver(num_pages=64), []
+    driver.scheduler.expect_tokens = lambda: announced.append(len(driver.answers))
     assert isinstance(driver.worker, TokenWorker)
     driver.worker.is_quick = lambda: quick
     launch, told = driver.worker.launch, []
@@ -616,6 +618,7 @@ def test_first_tokens_do_not_wait_for_the_next_launch(quick: bool) -> None:
     driver.send(*reqs)
     driver.run()
     assert told[:2] == ([(0, 1), (2, 1)] if quick else [(0, 1), (0, 2)])
+    assert announced == ([] if quick else [0])
     assert_right(driver, *reqs)
 
 

@@ -100,6 +100,9 @@ class ScriptedLink:
             assert self.manager is not None
             self.manager.handle(ControlReply(id=message.id, success=True, message=""))
 
+    def wake(self) -> None:
+        pass
+
     async def receive(self) -> list[Message]:
         """Nothing comes this way: answers go straight to the manager."""
         await asyncio.Event().wait()
