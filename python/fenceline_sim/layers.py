@@ -191,6 +191,18 @@ class LaunchedLayerKernels(LayerKernels):
             accesses.place_pairs.launch(place, ids, counts, order, ends)
         return Routing(ids, weights, order, ends)
 
+    def of_experts(self, routing: Routing, own: range) -> Routing:
+        def turn(*tensors: torch.Tensor) -> None:
+            ids, order, ends, *written = tensors
+            found = Routing(ids, ids, order, ends).of_experts(own)
+            for target, value in zip(written, (found.ids, found.order, found.ends), strict=True):
+                target.copy_(value)
+
+        ids, order = torch.empty_like(routing.ids), torch.empty_like(routing.order)
+        ends = routing.ends.new_empty(len(own))
+        accesses.own_pairs.launch(turn, routing.ids, routing.order, routing.ends, ids, order, ends)
+        return Routing(ids, routing.weights, order, ends)
+
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False,
         bias: torch.Tensor | None = None, limit: float = 0.0, scales: torch.Tensor | None = None,

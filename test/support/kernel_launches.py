@@ -490,6 +490,14 @@ def _routings() -> Iterator[Launch]:
             "choose_experts", accesses.choose_experts, (*inputs, *chosen, counts.clone()), choose, waits_in=routing
         )
         yield Launch("place_pairs", accesses.place_pairs, (want.ids, counts, *sorted_pairs), place, waits_in=routing)
+        for first in (0, 2):
+
+            def turn(pdl: bool, *operands: Any, first: int = first) -> None:
+                routing.own_pairs(*operands, first, pdl)
+
+            own = want.of_experts(range(first, first + 3))
+            operands = want.ids, want.order, want.ends, own.ids.clone(), own.order.clone(), own.ends.clone()
+            yield Launch("own_pairs", accesses.own_pairs, operands, turn, waits_in=routing)
 
 
 def _grouped_products() -> Iterator[Launch]:

@@ -29,7 +29,7 @@ from fenceline.layers.kernels.triton.recurrence import (
 )
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
-from fenceline.layers.kernels.triton.routing import route, router_logits
+from fenceline.layers.kernels.triton.routing import of_experts, route, router_logits
 from fenceline.layers.kernels.triton.select_blocks import store_means
 from fenceline.layers.kernels.triton.skinny_gemm import (
     PLAIN,
@@ -72,6 +72,7 @@ TRITON: Mapping[str, Callable[..., object]] = {
     "store_index": store_index,
     "router_logits": router_logits,
     "route": route,
+    "of_experts": of_experts,
     "combine_experts": combine_experts,
     "short_convolution": short_convolution,
     "delta_inputs": delta_inputs,

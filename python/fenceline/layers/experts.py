@@ -159,7 +159,7 @@ class ExpertsMLP(Branch):
             h = x if self.input_norm is None else self.input_norm.forward(x)
         routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
         if self.shard.ep_size > 1:
-            routing = routing.of_experts(self.own)
+            routing = self._kernels.of_experts(routing, self.own)
         read = h if self.to_latent is None else self.to_latent.forward(h)
         if self.names.gate is None:
             inner = self._kernels.activate(self.gate_up.product(read, routing), RELU2)

@@ -42,6 +42,7 @@ CHECKS = (
     "routes",
     "groups_of_routes",
     "ties_of_routes",
+    "own_experts",
 )
 
 results = outcomes_of(__file__)
@@ -268,6 +269,22 @@ def check_all_to_one() -> None:
 
 def check_all_padded() -> None:
     compare(routed(3, 2, [0, 1], 2, num_padded=3), 16, 32)
+
+
+def check_own_experts() -> None:
+    """Of a rank's own experts the pairs come first, as if they had been sorted alone."""
+    from fenceline.layers.kernels.triton import routing as kernels
+
+    for tokens, padded in ((1, 0), (9, 2), (300, 7)):
+        routing = routed(tokens, 3, [0, 1, 2, 5, 7, 11], 12, num_padded=padded)
+        for own in (range(3), range(3, 6), range(6, 12), range(8, 9)):
+            ours, wanted = kernels.of_experts(routing, own), routing.of_experts(own)
+            for name in ("ids", "weights", "order", "ends"):
+                assert torch.equal(getattr(ours, name), getattr(wanted, name)), (tokens, own, name)
+            ids = torch.where((routing.ids >= own.start) & (routing.ids < own.stop), routing.ids - own.start, len(own))
+            alone = Routing.group(ids, routing.weights, len(own))
+            assert torch.equal(ours.ids, alone.ids) and torch.equal(ours.ends, alone.ends)
+            assert torch.equal(ours.order[: ours.ends[-1]], alone.order[: ours.ends[-1]])
 
 
 def check_combine() -> None:

@@ -44,7 +44,7 @@ PROGRAMMATIC = [
     "decode_attention",
     "merge_pieces",
     "embed_and_join",
-    *("router_logits", "route", "choose_experts", "place_pairs", "grouped_product", "combine_experts"),
+    *("router_logits", "route", "choose_experts", "place_pairs", "own_pairs", "grouped_product", "combine_experts"),
 ]
 KINDS = {
     "among_garbage": KERNELS,

@@ -134,6 +134,11 @@ choose_experts = declared(
 # See ``routing.route``: the second of two kernels.
 place_pairs = declared("place_pairs", "ids counts order ends", "| > ids counts -> order ends")
 
+# See ``routing.of_experts``.
+own_pairs = declared(
+    "own_pairs", "ids order ends own_ids own_order own_ends", "| > ids order ends -> own_ids own_order own_ends"
+)
+
 
 @declare_kernel
 def grouped_product(

@@ -90,9 +90,13 @@ class Routing:
 
     def of_experts(self, own: range) -> Routing:
         """The routing for a rank that holds only the experts ``own``, which are then numbered from 0. All other pairs
-        have no expert."""
+        have no expert. The pairs of ``own`` follow each other in ``order``, so it is turned until they come first."""
+        before = self.ends[own.start - 1] if own.start else self.ends.new_zeros(())
+        places = torch.arange(len(self.order), device=self.order.device) + before
         ids = self.ids - own.start
-        return Routing.group(ids.masked_fill((ids < 0) | (ids >= len(own)), len(own)), self.weights, len(own))
+        ids = ids.masked_fill((ids < 0) | (ids >= len(own)), len(own))
+        order = self.order[places % max(len(places), 1)]
+        return Routing(ids, self.weights, order, self.ends[own.start : own.stop] - before)
 
 
 class LayerKernels:
@@ -318,6 +322,10 @@ class LayerKernels:
     def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, K] of any float type by ``weight`` [num_experts, K] float32, transposed → [T, num_experts] float32."""
         return self.linear(x.float(), weight)
+
+    def of_experts(self, routing: Routing, own: range) -> Routing:
+        """``routing.of_experts(own)``."""
+        return routing.of_experts(own)
 
     def route(
         self,

@@ -73,6 +73,34 @@ def route(
     return Routing(ids, weights, order, ends)
 
 
+def of_experts(routing: Routing, own: range, pdl: bool = False) -> Routing:
+    """See ``LayerKernels.of_experts``. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``; reads
+    nothing before its wait."""
+    ids, order = torch.empty_like(routing.ids), torch.empty_like(routing.order)
+    ends = routing.ends.new_empty(len(own))
+    if len(order):
+        own_pairs(routing.ids, routing.order, routing.ends, ids, order, ends, own.start, pdl)
+    else:
+        ends.zero_()
+    return Routing(ids, routing.weights, order, ends)
+
+
+def own_pairs(
+    ids: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+    own_ids: torch.Tensor,
+    own_order: torch.Tensor,
+    own_ends: torch.Tensor,
+    first: int,
+    pdl: bool = False,
+) -> None:
+    """Write the last three, a rank's own ids, order and ends of ``Routing``. Its first expert is ``first``."""
+    variant = _own_variant(len(own_ends), first, pdl)
+    grid = (triton.cdiv(len(order), variant.constants["BLOCK"]),)
+    variant.launch(grid, (ids, order, ends, own_ids, own_order, own_ends), (len(order),))
+
+
 def choose_experts(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
@@ -177,6 +205,40 @@ def _place_variant(num_experts: int, top_k: int, pdl: bool) -> KernelVariant:
         "PDL": pdl,
     }
     return KernelVariant(_place_kernel, constants, 8, pdl)
+
+
+@cache
+def _own_variant(num_own: int, first: int, pdl: bool) -> KernelVariant:
+    constants: dict[str, int | bool] = {
+        "FIRST": first,
+        "NUM_OWN": num_own,
+        "BLOCK_E": triton.next_power_of_2(num_own),
+        "BLOCK": 512,
+        "PDL": pdl,
+    }
+    return KernelVariant(_own_kernel, constants, 4, pdl)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _own_kernel(
+    ids, order, ends, own_ids, own_order, own_ends, num_pairs,
+    FIRST: tl.constexpr, NUM_OWN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = pairs < num_pairs
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    before = 0
+    if FIRST > 0:
+        before = tl.load(ends + FIRST - 1)
+    expert = tl.load(ids + pairs, mask=exists, other=0) - FIRST
+    tl.store(own_ids + pairs, tl.where((expert >= 0) & (expert < NUM_OWN), expert, NUM_OWN), mask=exists)
+    tl.store(own_order + pairs, tl.load(order + (pairs + before) % num_pairs, mask=exists, other=0), mask=exists)
+    if tl.program_id(0) == 0:
+        experts = tl.arange(0, BLOCK_E)
+        own = experts < NUM_OWN
+        tl.store(own_ends + experts, tl.load(ends + FIRST + experts, mask=own, other=0) - before, mask=own)
 
 
 @triton.jit
