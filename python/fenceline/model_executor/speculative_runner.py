@@ -24,7 +24,7 @@ read, and they are never shared, because only committed tokens are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,12 +73,14 @@ class _Captured:
     plans: StepPlans
     verify: Graph  # the drafts, the target's logits, and plain draws from them
     accept: Graph  # everything from the drawn tokens on
+    whole: Graph | None  # both, where nothing is proposed and nothing computed for a draft: as short as a decode step
 
 
 class SpeculativeRunner(GraphRunner):
     """Runs speculative decode steps on one device. For some batch sizes and each depth it has two graphs: one up to the
-    draws from the target's logits, and one from the drawn tokens on. Everything is submitted to FORWARD, which must be
-    current in all methods except :meth:`arrays`."""
+    draws from the target's logits, and one from the drawn tokens on; of steps that propose nothing and have no draft
+    model also one of both. Everything is submitted to FORWARD, which must be current in all methods except
+    :meth:`arrays`."""
 
     def __init__(self, parts: Parts) -> None:
         """Of an engine that speculates. Nothing is captured before :meth:`capture`."""
@@ -106,7 +108,7 @@ class SpeculativeRunner(GraphRunner):
         self._num_reqs = 0
         self._sampling: dict[int, SamplingBatch] = {}  # for the present batch, by depth
         self._plans: StepPlans | None = None  # of the latest step
-        self._replayed: _Captured | None = None  # the graphs of the latest step, if it runs with graphs
+        self._rest: Callable[[], object] | None = None  # what submits the second part of the latest step
         self._outputs: ArenaOutputs | None = None  # of the latest step
         dtype, where, num_rows = model.context.dtype, device.torch_device, max_batch * largest.num_nodes
         num_kept = (1, 0) if draft is None else (draft.max_steps or 1, draft.hidden_size)
@@ -192,15 +194,20 @@ class SpeculativeRunner(GraphRunner):
         captured = None if size is None else self._captured[size, depth]
         if captured is None:
             self._plans = self._make_plans(num_reqs, self._shapes[depth], batch.seq_lens)
+            self._rest = partial(self._accept, self._plans)
             values = self._propose_and_verify(self._plans)
         else:
             assert int(batch.seq_lens.max()) <= captured.plans.max_len, "attention was planned for all rows"
             self._device.begin_fill([self._logits], TOTAL_BUCKETS)
             self._plans = captured.plans
-            captured.verify.replay()
+            if captured.whole is not None and sampling.is_plain:
+                self._rest, self._outputs = None, self.arena.begin_replay()
+                captured.whole.replay()
+            else:
+                self._rest = captured.accept.replay
+                captured.verify.replay()
             self.stats.count_replay(captured.plans.size)
             values = self._logits
-        self._replayed = captured
         num_nodes = self._plans.shape.num_nodes
         if captured is not None and sampling.is_plain:
             drawn = self._parts.rows("drawn", num_reqs, num_nodes).flatten()
@@ -220,11 +227,11 @@ class SpeculativeRunner(GraphRunner):
         assert plans is not None
         if drawn is not None:
             self._parts.rows("drawn", num_reqs, plans.shape.num_nodes).copy_(drawn.view(num_reqs, -1))
-        outputs = self._outputs = self.arena.begin_replay()
-        if self._replayed is None:
-            self._accept(plans)
-        else:
-            self._replayed.accept.replay()
+        if self._rest is not None:
+            self._outputs = self.arena.begin_replay()
+            self._rest()
+        outputs = self._outputs
+        assert outputs is not None
         tokens = self._proposals[plans.shape.depth].tokens(outputs, num_reqs, plans)
         return {"next_tokens": tokens} | {name: outputs.take(name, num_reqs) for name in ("counts", "num_bad")}
 
@@ -263,8 +270,16 @@ class SpeculativeRunner(GraphRunner):
         device.synchronize()
         verify = device.capture(f"verify{name}", pool, lambda: self._verify_and_draw(plans))
         accept = device.capture(f"accept{name}", pool, lambda: self._accept(plans))
-        self._captured[size, shape.depth] = _Captured(plans, verify, accept)
-        return verify, accept
+        whole = None
+        if shape.depth == 0 and self._parts.draft_model is None:
+
+            def step() -> None:
+                self._verify_and_draw(plans)
+                self._accept(plans)
+
+            whole = device.capture(f"step{name}", pool, step)
+        self._captured[size, shape.depth] = _Captured(plans, verify, accept, whole)
+        return (verify, accept) if whole is None else (verify, accept, whole)
 
     def _make_plans(self, size: int, shape: StepShape, max_lens: I64) -> StepPlans:
         """Plan the attention of a step of ``size`` requests. ``max_lens`` [size] int64 are upper bounds of the lengths

@@ -23,7 +23,9 @@ from speculative_driver import (
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq
+from fenceline.memory_order.graph import Graph
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import ForwardResult, HeldStep, StepBatch
 from fenceline.scheduler.draft_depth import AdaptiveDepth
 from fenceline_proof.random_depths import RandomDepths
 
@@ -50,6 +52,34 @@ def test_no_token_changes(
     assert set(counts) == {0, 1, 3} and set(counts[0]) == {1}
     assert max(counts[1]) <= 2 and max(counts[3]) <= 4
     assert 2 in counts[1] and max(counts[3]) > 1
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}])
+def test_a_step_that_looks_up_no_draft_is_one_replay(
+    models: dict[str, Path], filters: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a decode step without speculation is, unless the sampler draws between its halves."""
+    reqs = requests(2, num=3, temperature=0.7, **filters)
+    driver = make_driver(models, NGRAM, None, depth_seed=1, cuda_graph_bs=(1, 2, 4), memory_check="order")
+    replay, launch, done, steps = Graph.replay, driver.worker.launch, list[str](), list[tuple[int, list[str]]]()
+
+    def replayed(graph: Graph) -> None:
+        done.append(graph.name.partition("[")[0])
+        replay(graph)
+
+    def launched(batch: StepBatch) -> ForwardResult | HeldStep:
+        done.clear()
+        result = launch(batch)
+        if batch.is_decode:
+            steps.append((batch.depth.depth, list(done)))
+        return result
+
+    monkeypatch.setattr(Graph, "replay", replayed)
+    driver.worker.launch = launched  # type: ignore[method-assign]
+    assert answers(driver, reqs) == plain_answers(models, reqs)
+    assert {depth for depth, _ in steps} == {0, 1, 3}
+    for depth, names in steps:
+        assert names == (["step"] if depth == 0 and not filters else ["verify", "accept"])
 
 
 @pytest.mark.long
