@@ -43,6 +43,10 @@ class AllReduceRequest(ctypes.Structure):
     )
 
 
+def _row_bytes(x: torch.Tensor) -> int:
+    return x.shape[1] * x.element_size()  # x[0] would make a tensor
+
+
 class PeerAllReduce:
     """The all-reduce of one rank. Every rank makes the same calls in the same order, on one stream each.
 
@@ -215,7 +219,7 @@ class PeerAllReduce:
         for name, tensor in (("residual", residual), ("weight", weight), ("hidden", hidden), ("normed", normed)):
             assert tensor.is_contiguous() and tensor.dtype is x.dtype, f"{name} is laid out like x"
             setattr(request, name, tensor.data_ptr())
-        vectors = request.row_vectors = x[0].nbytes // _VECTOR
+        vectors = request.row_vectors = _row_bytes(x) // _VECTOR
         request.eps = eps
         together, threads = 1, min(_MAX_THREADS, vectors)
         if kind != _FUSED:
@@ -232,7 +236,7 @@ class PeerAllReduce:
         return self._row_kind(x, way) is not None
 
     def _row_kind(self, x: torch.Tensor, way: str) -> int | None:
-        if x[0].nbytes % _VECTOR or x[0].nbytes > _ROW_PARTS * _MAX_THREADS * _VECTOR:
+        if _row_bytes(x) % _VECTOR or _row_bytes(x) > _ROW_PARTS * _MAX_THREADS * _VECTOR:
             return None
         divides = self._rows_together(x) > 0
         fits = {
@@ -248,7 +252,7 @@ class PeerAllReduce:
     def _rows_together(self, x: torch.Tensor) -> int:
         """How many rows a block takes at a time in two shots, a thread for each vector of its rank's part: several if
         there are more rows than blocks, or if threads would be too few for the whole row. 0: it cannot be done."""
-        part, uneven = divmod(x[0].nbytes // _VECTOR, self.size)
+        part, uneven = divmod(_row_bytes(x) // _VECTOR, self.size)
         least, most = -(-self.size // _ROW_PARTS), _MAX_THREADS // max(part, 1)
         return 0 if uneven or part % 32 or most < least else max(least, min(-(-len(x) // self._max_blocks), most))
 
