@@ -154,8 +154,11 @@ class PageCase:
         assert all(torch.equal(a, b) for a, b in zip((*self.k, *self.v), expected, strict=True))
 
     def copy(self, pools: PagePools, to_host: bool, layers: range | None = None) -> None:
-        """Copy, and overwrite the lists of pages right after the call, because it must have read them."""
-        device_pages, host_pages = self.device_pages.copy(), self.host_pages.copy()
+        """Copy, and overwrite the lists of pages right after the call, because it must have read them. Behind each list
+        stands the page that would continue it, which must not be read."""
+        device_pages, host_pages = (
+            np.append(one, one[-1:] + 1)[: len(one)] for one in (self.device_pages, self.host_pages)
+        )
         pools.copy(
             device_pages, host_pages, to_host=to_host, layers=layers, num_ctas=self.num_ctas, min_rows=self.min_rows
         )  # fmt: skip
