@@ -71,6 +71,8 @@ def read_dump(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not a flight recorder's dump")
     if dump.get("version") != VERSION:
         raise ValueError(f"{path}: version {dump.get('version')} of the format; this program reads {VERSION}")
+    if missing := {"config", "steps", "events", "reqs", "compositions", "samplings"} - dump.keys():
+        raise ValueError(f"{path}: not a whole dump ({', '.join(sorted(missing))} missing)")
     return dump
 
 

@@ -18,7 +18,7 @@ from fenceline.cli import main
 from fenceline.ipc.io_struct import AbortReq
 from fenceline.memory_order import open_device
 from fenceline.scheduler import flight_dump
-from fenceline.scheduler.flight_dump import dump_json, dump_of_last
+from fenceline.scheduler.flight_dump import VERSION, dump_json, dump_of_last
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.flight_trace import REQUESTS, STREAMS, trace_json, trace_of
 from fenceline_proof.steps import Loop, make_config
@@ -223,6 +223,7 @@ def test_no_steps_at_all() -> None:
         ("{", "not JSON"),
         ("[]", "not a flight recorder's dump"),
         ('{"format": "fenceline-flight-recorder", "version": 99}', "version 99 of the format"),
+        (f'{{"format": "fenceline-flight-recorder", "version": {VERSION}}}', "not a whole dump (compositions,"),
     ],
 )
 def test_other_files_are_refused_with_a_line(
