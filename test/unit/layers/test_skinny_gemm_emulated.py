@@ -364,3 +364,17 @@ def test_bad_quantised_requests_are_refused(
     request = Request(at, at, None, None, None, at, scales, zeros, 1, num_out, k, 0.0, 0, *CUTS[0], 1, 0, bits, group)
     error = emulate(ctypes.byref(request), 0)
     assert error is not None and said in error
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "tiles", "rows"), [(8, 0, 3, 1), (8, 0, 6, 9), (4, 32, 6, 1), (4, 128, 6, 9)]
+)
+def test_tiles_that_numbers_do_not_have_are_refused(
+    emulate: Emulate, bits: int, group: int, tiles: int, rows: int
+) -> None:
+    at = aligned(torch.zeros(64, 128)).data_ptr()
+    zeros = at if bits == 4 else None
+    cut = (tiles, *CUTS[0][1:])
+    request = Request(at, at, None, None, None, at, at, zeros, rows, 16, 128, 0.0, 0, *cut, 1, 0, bits, group)
+    error = emulate(ctypes.byref(request), 0)
+    assert error is not None and b"tiles for each warp" in error
