@@ -364,12 +364,19 @@ void run_cluster(uint32_t first_block, uint32_t num_warps, const Front& front) {
   bool ended = false;
   while (!ended) {
     ended = true;
-    for (uint32_t i = static_cast<uint32_t>(mine.fibers.size()); i-- > 0;) {  // lanes that copy for others run last
-      if (mine.fibers[i].done) continue;
-      ended = false;
-      enter(i);
-      blockIdx.x = first_block + self().rank;
-      swapcontext(&mine.scheduler, &mine.fibers[i].context);
+    for (uint32_t end = static_cast<uint32_t>(mine.fibers.size()); end > 0; end -= 32) {
+      const Barrier& barrier = mine.ctas[(end - 1) / threads].warps[(end - 1) % threads / 32].barrier;
+      uint32_t before;
+      do {  // a warp runs as far as it can, and only then the others
+        before = barrier.generation;
+        for (uint32_t i = end; i-- > end - 32;) {  // lanes that copy for others run last
+          if (mine.fibers[i].done) continue;
+          ended = false;
+          enter(i);
+          blockIdx.x = first_block + self().rank;
+          swapcontext(&mine.scheduler, &mine.fibers[i].context);
+        }
+      } while (barrier.generation != before);
     }
   }
   cluster = nullptr;
