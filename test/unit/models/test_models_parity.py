@@ -334,6 +334,7 @@ def _mutants(name: str) -> Iterator[tuple[str, dict[str, object]]]:
             yield f"rope_parameters.{key}", {"rope_parameters": {**rope, key: _other(key, value, 0)}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", {family: name for name, (family, _) in CHECKPOINTS.items()}.values())
 def test_no_entry_that_changes_logits_is_dropped(
     saved: Callable[[str], Saved], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
