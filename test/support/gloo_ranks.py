@@ -22,7 +22,9 @@ def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
 def run_gloo_ranks(size: int, folder: Path, meeting: str | None = None) -> list[dict[str, Any]]:
     """The results of all ranks: sums by dtype, what each has gathered, the addresses at which it listened, and the
     error that it got after the last rank had ended. They meet in a file unless ``meeting`` is given."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from one that has imported torch, which takes more time than the rest.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
     meeting = meeting or (folder / "meeting").as_uri()
     processes = [context.Process(target=_run, args=(rank, size, folder, meeting)) for rank in range(size)]
     for process in processes:
