@@ -99,14 +99,15 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked ``long`` unless --all is given. Files with tests marked ``long`` or ``slow`` come first:
-    several processes share the files out, and nobody is left with one at the end. All of them need the same order,
-    whatever they collected first. Skip tests marked ``gpu`` or ``multi_gpu`` where there are not enough GPUs."""
+    """Leave out tests marked ``long`` unless --all is given. Files with tests marked ``long`` or ``slow`` come first,
+    also without the long ones, beside which others take time too: several processes share the files out, and nobody is
+    left with one at the end. All of them need the same order, whatever they collected first. Skip tests marked ``gpu``
+    or ``multi_gpu`` where there are not enough GPUs."""
+    slow = {item.path for item in items for mark in ("long", "slow") if item.get_closest_marker(mark)}
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
-    slow = {item.path for item in items for mark in ("long", "slow") if item.get_closest_marker(mark)}
     files = {item: item.nodeid.partition("::")[0] for item in items}
     folders = list(dict.fromkeys(file.split("/")[:2][-1] for file in files.values()))  # in the order asked for
 

@@ -81,8 +81,11 @@ def test_nobody_asks_for_gpus_without_a_marked_test(conftest: ModuleType, monkey
 def test_files_with_slow_tests_come_first_and_stay_in_order(conftest: ModuleType, mark: str) -> None:
     quick, slow, beside = Item(path="a.py"), Item(mark, path="b.py"), Item(path="b.py")
     items = [quick, beside, slow, last := Item(path="c.py")]
+    some = [*items]
     conftest.pytest_collection_modifyitems(Config(True), items)
     assert items == [beside, slow, quick, last]
+    conftest.pytest_collection_modifyitems(Config(False), some)
+    assert [item for item in some if item is not slow] == [beside, quick, last]
 
 
 def test_long_tests_run_with_all_alone(conftest: ModuleType) -> None:
