@@ -429,7 +429,7 @@ def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
     assert counts == [3, 3, 3, 1]
 
 
-@pytest.mark.parametrize("delay", range(5))
+@pytest.mark.parametrize("delay", [0, 2, 4])
 def test_a_newcomer_with_many_scored_tokens_waits_for_its_turn(delay: int) -> None:
     """1,024 tokens of a step are scored at most, so such a one would be half-way beside another that is half-way."""
     driver = fair_driver(num_rows=20, num_pages=12000, chunk=4400, context_length=30000)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_checkpoints import VOCAB
 from scheduler_driver import Driver, request
-from speculative_driver import DRAFTS, EAGLE, EAGLE3, LATENT_DRAFTS, NEXTN, STANDALONE, make_driver, models
+from speculative_driver import DRAFTS, EAGLE, EAGLE3, LATENT_DRAFTS, NEXTN, NGRAM, STANDALONE, make_driver, models
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq, CachedTokensDetails, ContinueGenerationReq, PauseGenerationReq, SpecCounts
@@ -161,13 +161,19 @@ def test_drafts_after_a_hit_fare_as_without_one(
     check(driver_of(algorithm, draft, **flags), 93, "storage")
 
 
-@pytest.mark.parametrize("depth_seed", [None, 2])
-@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "depth_seed"),
+    [
+        *((*draft, None) for draft in DRAFTS),
+        *(pytest.param(*draft.values, None, marks=draft.marks) for draft in LATENT_DRAFTS),
+        *((*draft, 2) for draft in ((EAGLE3, "eagle3"), (NEXTN, "mtp"), (STANDALONE, "near"), (NGRAM, None))),
+    ],
+)
 def test_whatever_is_cached_is_complete(
     driver_of: MakeDriver, algorithm: SpeculativeAlgorithm, draft: str | None, depth_seed: int | None, tmp_path: Path
 ) -> None:
     """Prompts in chunks and at the end of a page; one token a step; ends in the middle of a step; aborts; retraction by
-    way of the host; steps without drafts among others."""
+    way of the host; with drafts of each kind, steps without any among others."""
     flags = tiers("write_through", "layer_first", tmp_path) | {"retract_policy": "offload"}
     driver = driver_of(algorithm, draft, depth_seed=depth_seed, **flags)
     cold = driver_of(algorithm, draft)
@@ -240,7 +246,9 @@ def test_a_page_that_is_shared_is_not_offloaded_again(driver_of: MakeDriver, tmp
     driver.run(max_steps=100_000)
 
 
-@pytest.mark.parametrize("num_tokens", range(2 * PAGE - 1, 3 * PAGE + 3))
+@pytest.mark.parametrize(
+    "num_tokens", [*range(2 * PAGE - 1, 2 * PAGE + 6), 2 * PAGE + 10, *range(3 * PAGE - 2, 3 * PAGE + 2)]
+)
 def test_layers_that_look_ahead_lengthen_no_chunk(driver_of: MakeDriver, num_tokens: int) -> None:
     """Of a prompt whose last tokens are fewer than the layers read behind a chunk, the chunk before is shorter."""
     driver = driver_of(NEXTN, "mtp", chunked_prefill_size=PAGE)
