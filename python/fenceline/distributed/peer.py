@@ -78,8 +78,9 @@ class PeerBackend:
         generator = torch.Generator(self._device).manual_seed(self.rank)
         own.limit(_TRIAL_S)
         problem = ""
-        for rows in (1, 5, 64):
-            x = torch.randn(rows, 1024, generator=generator, device=self._device).bfloat16()
+        # At most what fits one shot of many ranks, in rows of which each of eight has as many vectors as a warp.
+        for rows in (1, 5, 16):
+            x = torch.randn(rows, 2048, generator=generator, device=self._device).bfloat16()
             wanted, parts = x.clone(), x.new_empty((self.size, *x.shape))
             self._others.all_reduce(wanted)
             self._others.all_gather(x, parts)

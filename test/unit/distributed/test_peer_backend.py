@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fenceline_kernel import KernelUnavailable
-from fenceline_kernel.all_reduce import PeerAllReduce
+from fenceline_kernel.all_reduce import ROW_WAYS, PeerAllReduce
 
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import parse_args
@@ -27,11 +27,12 @@ CPU = torch.device("cpu")
 
 
 class FakeNccl(CollectiveBackend):
-    """Rank 1 of two; both bring the same."""
+    """Rank 1 of ``size``; all bring the same."""
 
-    rank, size = 1, 2
+    rank = 1
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
         self.gathered: list[int] = []
         self.closed = self.given_up = False
 
@@ -44,16 +45,16 @@ class FakeNccl(CollectiveBackend):
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.gathered.append(x.nbytes)
-        out.copy_(torch.stack([x, x]).view(out.shape))
+        out.copy_(torch.stack([x] * self.size).view(out.shape))
 
     def close(self) -> None:
         self.closed = True
 
 
 class FakeAllReduce:
-    """``PeerAllReduce``. ``sum_factor``: what a sum of bfloat16 is of one rank's part, 2 if it is right."""
+    """``PeerAllReduce``. ``sum_factor``: what a sum of bfloat16 is of one rank's part, 0: what is right."""
 
-    sum_factor = 2
+    sum_factor = 0
 
     def __init__(
         self,
@@ -65,15 +66,16 @@ class FakeAllReduce:
         most: int,
         pdl: int,
     ) -> None:
-        assert (rank, size, one, most) == (1, 2, one_shot_bytes(2), MAX_BYTES)
-        self.pdl = pdl
-        assert list(exchange(b"a\0b")) == [b"a\0b", b"a\0b"] and list(exchange(b"")) == [b"", b""]
+        assert (rank, one, most) == (1, one_shot_bytes(size), MAX_BYTES)
+        self.pdl, self.size = pdl, size
+        assert list(exchange(b"a\0b")) == [b"a\0b"] * size and list(exchange(b"")) == [b""] * size
+        self.ways: set[str] = set()
         self.calls: list[tuple[int, bool]] = []
         self.gathered: list[int] = []
         self.one_shot_bytes = one
         self.fails = ""
         self.lost = self.closed = False
-        self.factor, self.limit_s = FakeAllReduce.sum_factor, -1.0
+        self.factor, self.limit_s = FakeAllReduce.sum_factor or size, -1.0
 
     def takes(self, x: torch.Tensor) -> bool:
         return 0 < x.nbytes <= MAX_BYTES and x.nbytes % 16 == 0
@@ -81,12 +83,14 @@ class FakeAllReduce:
     takes_rows: Any = PeerAllReduce.takes_rows
     _row_kind: Any = PeerAllReduce._row_kind
     _rows_together: Any = PeerAllReduce._rows_together
-    _max_blocks, size = 128, 2
+    _max_blocks = 128
 
-    def all_reduce(self, x: torch.Tensor, registered: bool = False) -> None:
+    def all_reduce(self, x: torch.Tensor, two_shots: bool | None = None, registered: bool = False) -> None:
+        if two_shots is False and x.nbytes > self.one_shot_bytes:
+            raise RuntimeError("all_reduce: the message is too long for one shot")
         self.calls.append((x.nbytes, registered))
         if x.is_floating_point():
-            x.mul_(self.factor if x.dtype is torch.bfloat16 else 2)
+            x.mul_(self.factor if x.dtype is torch.bfloat16 else self.size)
 
     def all_reduce_add_norm(
         self,
@@ -99,7 +103,8 @@ class FakeAllReduce:
         way: str = "",
     ) -> None:
         assert self.takes_rows(x, way)
-        hidden.copy_(residual + x * 2)
+        self.ways.add(way)
+        hidden.copy_(residual + x * self.size)
         normed.copy_(F.rms_norm(hidden.float(), hidden.shape[1:], weight.float(), eps))
 
     def limit(self, limit_s: float) -> None:
@@ -108,7 +113,7 @@ class FakeAllReduce:
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         assert x.nbytes % 16 == 0 and x.nbytes <= self.one_shot_bytes
         self.gathered.append(x.nbytes)
-        out.view(torch.uint8).copy_(torch.stack([x, x]).view(torch.uint8))
+        out.view(torch.uint8).copy_(torch.stack([x] * self.size).view(torch.uint8))
 
     def give_up(self) -> None:
         self.lost = True
@@ -197,6 +202,14 @@ def test_kernels_that_give_another_sum_than_torch_are_not_used(
     x = torch.ones(4).bfloat16()
     backend.all_reduce(x)
     assert x.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_however_many_ranks_try_all_that_they_will_use(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(peer, "PeerAllReduce", FakeAllReduce)
+    own = PeerBackend(FakeNccl(size), CPU)._own  # type: ignore[arg-type]
+    assert isinstance(own, FakeAllReduce), "no trial that fails by its own length turns the kernels off"
+    assert own.ways == (set(ROW_WAYS) if size in (2, 4, 8) else {"one shot"})
 
 
 def test_only_ranks_with_own_gpus_start_the_next_kernel_early(monkeypatch: pytest.MonkeyPatch) -> None:
