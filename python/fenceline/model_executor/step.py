@@ -174,8 +174,14 @@ class MixedCosts:
         """Seconds of a step of ``num_prompt`` tokens after a ``prefix``, and of requests that decode and have
         ``context`` tokens together."""
         num, last = num_prompt + num_decodes, self.sizes[-1]
-        seconds = self.seconds[-1] * num / last if num > last else float(np.interp(num, self.sizes, self.seconds))
-        return seconds + self.per_pair * num_prompt * prefix + self.per_context * context
+        more = self.per_pair * num_prompt * prefix + self.per_context * context
+        if num > last:
+            return self.seconds[-1] * num / last + more
+        if num <= self.sizes[0]:
+            return self.seconds[0] + more
+        i = bisect_left(self.sizes, num)  # asked often, of few sizes: np.interp takes longer
+        share = (num - self.sizes[i - 1]) / (self.sizes[i] - self.sizes[i - 1])
+        return self.seconds[i - 1] + share * (self.seconds[i] - self.seconds[i - 1]) + more
 
     def tokens_within(self, limit: float, num_decodes: int, prefix: int, context: int, most: int) -> int:
         """The greatest number of prompt tokens, up to ``most``, with which a step takes at most ``limit`` seconds."""

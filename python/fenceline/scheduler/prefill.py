@@ -258,6 +258,9 @@ class PrefillPlanner:
                     return
             num_cached = self._memory.match(req).num_tokens
             num_new = req.num_tokens - num_cached
+            if chunked is not None and num_new > room:  # before its time is computed: there may be many of these
+                best_passed = req.rank
+                continue
             if budget.time is not None:
                 room = budget.time.max_tokens(num_cached, room)
             size = self._chunk_tokens(req, num_cached, budget, plan.images)

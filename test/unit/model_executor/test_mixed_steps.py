@@ -196,6 +196,29 @@ def test_without_a_limit_steps_beside_prompts_are_short_beside_those_without() -
         assert driver.worker.step_costs.of(num, decodes, 0, context) == pytest.approx(max(0.030, 3 * alone), rel=0.1)
 
 
+def test_prompts_that_do_not_fit_a_step_are_not_timed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait beside one that is half-way: each would take the planner as long as a small step's launch."""
+    driver = make_driver(num_pages=9000, num_rows=24, chunked_prefill_size=256, enable_mixed_chunk=True)
+    driver.worker.step_costs = COSTS
+    driver = Driver(driver.config, driver.worker)
+    driver.send(request("runs", [1] * 4, max_new_tokens=40, ignore_eos=True))
+    for _ in range(2):
+        driver.step()
+    driver.send(*[request(f"r{i}", [i % 50 + 2] * 200, max_new_tokens=1) for i in range(101)])
+    driver.step()
+    planner, num_asked, of = driver.scheduler.planner, 0, MixedCosts.of
+
+    def counted(costs: MixedCosts, *args: Any, **kwargs: Any) -> float:
+        nonlocal num_asked
+        num_asked += 1
+        return of(costs, *args, **kwargs)
+
+    assert planner.population.chunked is not None and planner.waiting.num_reqs > 90
+    monkeypatch.setattr(MixedCosts, "of", counted)
+    plan = planner.plan_prefill(len(planner.running))
+    assert plan is not None and 0 < num_asked < 100
+
+
 @pytest.mark.parametrize("limit", [0.001, 0.0105, 0.0139, 0.02, 0.05, 1.0])
 def test_the_most_tokens_within_a_limit_are_found(limit: float) -> None:
     fitting = [n for n in range(501) if COSTS.of(n, 4, 300, 1000) <= limit]
