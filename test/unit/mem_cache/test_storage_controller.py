@@ -265,6 +265,8 @@ def test_a_prefix_with_states_is_cut_where_one_is(make: Make, tmp_path: Path) ->
         for op in holders:
             tier.controller.cancel(op)
         tier.settle()
+    stats = tier.controller.stats()
+    assert stats.missed == 0 and stats.prefetches[Outcome.DROPPED] == 1, "what there was no room for is not missing"
 
 
 def test_prefetches_are_bounded_in_number(make: Make, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ class _Progress:
     num_fetched: int = 0
     timed_out: bool = False
     heard_at: float | None = None  # when the worker that fetches it was last heard from
+    is_cut: bool = False  # it was asked again, for as many pages as there was room for
 
 
 class _Queue:
@@ -475,23 +476,24 @@ class StorageController:
         op, room = event.op, self._max_fetch_pages - self._num_fetch_pages
         self._queries.heard(now, finished=True)
         self._stats.crashes += event.cost.crashed
+        progress = self._active[op]
+        if not op.cancelled and not progress.is_cut:
+            self._stats.missed += len(op.keys) - event.num_pages
         if op.ends is not None and 0 < room < event.num_pages and not self._stop.is_set:
+            progress.is_cut = True
             self._queries.put(QueryJob(op, room), now)  # a part is of use only if it ends with a state
             return
-        if not op.cancelled:
-            self._stats.missed += len(op.keys) - event.num_pages
         if op.cancelled:
             self._end(op, Outcome.CANCELLED, acks)
         elif event.cost.crashed:
             self._end(op, Outcome.SHORT, acks)
         elif event.num_pages == 0:
-            self._end(op, Outcome.ABSENT, acks)
+            self._end(op, Outcome.DROPPED if progress.is_cut else Outcome.ABSENT, acks)
         else:
             num_found = min(event.num_pages, room)
             if num_found == 0 or (op.ends is not None and num_found < event.num_pages):
                 self._end(op, Outcome.DROPPED, acks)
                 return
-            progress = self._active[op]
             progress.state, progress.num_found = _State.FOUND, num_found
             self._num_fetch_pages += num_found
             self._stats.found += num_found
