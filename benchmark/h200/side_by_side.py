@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -165,7 +164,6 @@ class Bench:
             both = chunks(num_chunks, begin), steps.result()
         torch.cuda.synchronize()
         until = min(begin.elapsed_time(ends[-1]) for ends in both)
-        print([[round(begin.elapsed_time(end)) for end in ends[:24]] for ends in both], file=sys.stderr)
         return step, chunk, *(milliseconds(begin, ends, until) for ends in both[::-1])
 
     def run(self) -> None:

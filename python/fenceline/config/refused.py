@@ -136,7 +136,9 @@ _REMEDIES: Mapping[str, str] = {
     ),
     "prefill and decode share one server: leave it out": (
         "--disaggregation-mode=null,none --disaggregation-* --kv-transfer-config --num-reserved-decode-tokens"
-        " --enable-pdmux --pdmux-config-path --sm-group-num"
+    ),
+    "prefill and decode on SMs of their own gained less than in one step: use --enable-mixed-chunk": (
+        "--enable-pdmux --pdmux-config-path --sm-group-num"
     ),
     "use --is-embedding for embeddings": "--runner=auto,generate --task=auto,generate --convert=auto,none",
     "the last token is pooled, and its state normalised: leave it out": "--pooler-config --override-pooler-config",
