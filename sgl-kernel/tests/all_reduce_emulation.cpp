@@ -141,13 +141,15 @@ struct Launch {
   int kind;
   uint32_t num_vectors, num_blocks, num_threads, row_vectors;
 };
+constexpr uint32_t kRowThreads = kRanks > 4 ? 64 : 32;  // a thread has at most four vectors of a row
 constexpr Launch kLaunches[] = {
     {0, 33, 2, 32, 0},   {5, 5, 1, 32, 0},    {2, 80, 2, 64, 40}, {1, 65, 2, 32, 0},  {0, 200, 3, 32, 0},
     {2, 195, 1, 32, 39}, {2, 200, 2, 32, 100}, {0, 1, 1, 32, 0},   {1, 300, 1, 64, 0}, {5, 100, 2, 32, 0},
     {0, 64, 2, 32, 0},   {2, 3, 1, 32, 1},    {0, 130, 2, 64, 0},
     // Two shots of rows, with flags and in words: one row at a time, several, fewer than the threads have room for.
-    {3, 32 * kRanks * 2, 2, 32, 32 * kRanks}, {4, 32 * kRanks * 2, 1, 32, 32 * kRanks}, {3, 8 * kRanks * 7, 2, 32, 8 * kRanks},
-    {4, 8 * kRanks * 7, 2, 32, 8 * kRanks}, {3, 16 * kRanks * 3, 2, 64, 16 * kRanks}, {4, 16 * kRanks * 4, 2, 64, 16 * kRanks},
+    {3, 32 * kRanks * 2, 2, kRowThreads, 32 * kRanks}, {4, 32 * kRanks * 2, 1, kRowThreads, 32 * kRanks},
+    {3, 8 * kRanks * 7, 2, 32, 8 * kRanks}, {4, 8 * kRanks * 7, 2, 32, 8 * kRanks},
+    {3, 16 * kRanks * 3, 2, 64, 16 * kRanks}, {4, 16 * kRanks * 4, 2, 64, 16 * kRanks},
 };
 using Inputs = std::vector<std::vector<float>>;  // by rank
 
@@ -214,7 +216,7 @@ int main() {
   AllReduceRequest base{};
   PeerWatch watch{};
   base.watch = &watch;  // nobody gives up, however late a rank is
-  base.size = kRanks, base.words_capacity = 200, base.sums_capacity = 300, base.eps = 1e-6f;
+  base.size = kRanks, base.words_capacity = 200, base.sums_capacity = kRanks > 4 ? 512 : 300, base.eps = 1e-6f;
   std::vector<std::vector<uint4>> memory(kRanks);
   for (int rank = 0; rank < kRanks; ++rank) {
     memory[rank].resize(peer_bytes(base) / sizeof(uint4));
