@@ -721,14 +721,13 @@ def check_parity(
     directory: Path, reference: transformers.PreTrainedModel, page_size: int, device: str, atol: float = 1e-4
 ) -> None:
     """Prefill, chunked prefill, prefix hit and decode of ragged batches against ``reference``, to ``atol``. With
-    recurrent layers to ten times that: transformers' own passes over a whole prompt and token by token differ by up to
-    7e-4 then."""
+    recurrent layers to twenty times that: each of the two is up to 9e-4 beside float64 then, on some CPUs."""
     generator = torch.Generator().manual_seed(2)
     vocab_size = reference.config.vocab_size
     prompts = [torch.randint(0, vocab_size, (n,), generator=generator) for n in (150, 3, 67, 1)]
     # States are shared where they are: at the last point of the grid.
     recurrent = bool(ModelConfig.from_dir(str(directory)).recurrent_layers)
-    shared, atol = (GRID, 10 * atol) if recurrent else (96, atol)
+    shared, atol = (GRID, 20 * atol) if recurrent else (96, atol)
     hit = torch.cat([prompts[0][:shared], torch.randint(0, vocab_size, (41,), generator=generator)])
     prompts.append(hit)
     expected = reference_logits(reference, prompts)

@@ -371,7 +371,7 @@ def test_no_entry_that_changes_logits_is_dropped(
             dropped.append(f"{key}: transformers fails")
             continue
         num_computed += 1
-        if not torch.allclose(ours, expected, atol=1e-3 if "linear_key_head_dim" in changes else 1e-4, rtol=1e-4):
+        if not torch.allclose(ours, expected, atol=2e-3 if "linear_key_head_dim" in changes else 3e-4, rtol=1e-4):
             dropped.append(f"{key} {values}: off by {(ours - expected).abs().max():.1g}")
     assert not dropped
     assert num_computed > 10
