@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fenceline.benchmarking.endpoints import BACKENDS, backend_kind
+from fenceline.config import user_path
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DATASETS = ("sharegpt", "custom", "random", "random-ids", "generated-shared-prefix", "multi-turn", "image")
@@ -280,7 +281,7 @@ def _check_files(args: BenchArgs) -> None:
         if suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(f"--plot {args.plot}: needs matplotlib: pip install matplotlib, or end the name in .html")
     for flag, name in (("--plot", args.plot), ("--output-file", args.output_file)):
-        path = Path(name or ".").expanduser()
+        path = user_path(name or ".")
         if name and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise ValueError(f"{flag} {name}: cannot be written; name a file in a folder that exists")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
+
+from fenceline.config import user_path
 
 _STATS = ("mean", "median", "p99")
 _FIGURES = {
@@ -42,7 +43,7 @@ _SETTINGS = (
 def read_result(path: str) -> dict[str, Any]:
     """The last result in a file. Raises ValueError if there is none."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+        text = user_path(path).read_text(encoding="utf-8").strip()
         try:
             result = json.loads(text)
         except ValueError:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from fenceline.benchmarking.args import BenchArgs, image_size
 from fenceline.benchmarking.endpoints import backend_kind
 from fenceline.benchmarking.records import BenchRequest, Content, Turn, joined
 from fenceline.benchmarking.tokenizer import Tokenizer, count_tokens
+from fenceline.config import user_path
 
 # The words of which synthetic prompts are made.
 _TEXT = """
@@ -81,7 +81,7 @@ def read_records(path: str) -> list[dict[str, Any]]:
     """The JSON objects in a file, which is one JSON array or has one object per line. Raises ValueError if the file
     cannot be read, or is malformed."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = user_path(path).read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:

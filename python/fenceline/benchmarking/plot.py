@@ -14,6 +14,7 @@ import numpy as np
 from fenceline.benchmarking.goodput import Trial
 from fenceline.benchmarking.load import LoadResult
 from fenceline.benchmarking.metrics import token_times
+from fenceline.config import user_path
 
 _COLORS = ("#3b6fd4", "#d4763b", "#2f9e6e", "#a14bb5")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 520, 250, 62, 40, 14, 14
@@ -96,7 +97,7 @@ def write_plot(path: str, title: str, report: str, drawings: Sequence[Chart]) ->
         if Path(path).suffix.lower() == ".png":
             _write_png(path, title, drawings)
         else:
-            Path(path).expanduser().write_text(html_page(title, report, drawings), encoding="utf-8")
+            user_path(path).write_text(html_page(title, report, drawings), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--plot {path}: {error}; pass a path that can be written") from error
 
@@ -183,4 +184,4 @@ def _write_png(path: str, title: str, drawings: Sequence[Chart]) -> None:
         axes.set_ylim(bottom=0)
         if any(series.name for series in chart.series):
             axes.legend()
-    figure.savefig(str(Path(path).expanduser()), dpi=120)
+    figure.savefig(str(user_path(path)), dpi=120)

@@ -14,6 +14,7 @@ from fenceline.benchmarking.determinism import DeterminismResult
 from fenceline.benchmarking.goodput import Trial, best_of
 from fenceline.benchmarking.metrics import BenchmarkMetrics, Summary
 from fenceline.benchmarking.records import RequestOutput
+from fenceline.config import user_path
 
 _WIDTH = 50
 _NUM_REASONS = 3
@@ -209,7 +210,7 @@ def result_details(outputs: list[RequestOutput]) -> dict[str, Any]:
 def output_path(args: BenchArgs) -> Path:
     """--output-file; by default a name made of the backend, the current month and day, and the workload."""
     if args.output_file:
-        return Path(args.output_file).expanduser()
+        return user_path(args.output_file)
     return Path(f"{args.backend}_{datetime.now().strftime('%m%d')}_{workload(args)}.jsonl")
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -21,6 +22,14 @@ def require(condition: bool, message: str) -> None:
 def num_usable_cores() -> int:
     """How many cores this process may use: those of its CPU affinity, or all cores where the system has no affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def user_path(name: str) -> Path:
+    """The path that a user has written, in which ``~`` is a home. Raises ConfigError if there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}: there is no such user; write the whole path") from error
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, user_path
 
 # The content of a message, empty for null, followed by its tool calls as JSON, one per line.
 _CONTENT = """
@@ -104,7 +103,7 @@ def read_chat_template(name: str | None) -> str | None:
         return None
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name]
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.is_file():
         raise ConfigError(
             f"--chat-template {name}: no such file; give a file with a Jinja template, or one of "

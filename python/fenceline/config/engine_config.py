@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fenceline.config import ConfigError, require
+from fenceline.config import ConfigError, require, user_path
 from fenceline.config.chat_templates import read_chat_template
 from fenceline.config.checks import check
 from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm, SpeculativeConfig, read_draft_config
@@ -560,7 +560,7 @@ def core_dump_dir(wanted: str | None) -> str | None:
     can be guessed."""
     if wanted is None:
         return None
-    path = Path(wanted).expanduser().absolute()
+    path = user_path(wanted).absolute()
     try:
         os.close(make_private_folder(str(path)))
         with tempfile.TemporaryFile(dir=path):

@@ -16,10 +16,9 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, user_path
 from fenceline.config.help import HelpAction
 from fenceline.config.refused import REFUSED, Refusal, find
 
@@ -417,7 +416,7 @@ def read_mapping(path: str) -> dict[str, object]:
     import yaml  # which takes longer to import than most servers need for their flags
 
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
+        with user_path(path).open(encoding="utf-8") as file:
             text = file.read(_MOST_CHARS + 1)  # a device or a pipe may have no end
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({_first_line(error)})") from error
@@ -425,7 +424,7 @@ def read_mapping(path: str) -> dict[str, object]:
         raise ConfigError(f"--config {path}: expected flags, found more than {_MOST_CHARS} characters")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last ones: no such day, or too deep
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"--config {path}: not valid YAML{where} ({_first_line(error)})") from error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fenceline.config import ConfigError, require
+from fenceline.config import ConfigError, require, user_path
 from fenceline.config.flags import flags_of
 from fenceline.config.private_files import make_private_folder, why_unusable
 from fenceline.config.server_args import ServerArgs
@@ -104,7 +104,7 @@ def storage_key(source: str) -> bytes:
 
 
 def _secret_in_file(name: str) -> bytes:
-    path = Path(name).expanduser()
+    path = user_path(name)
     try:
         # Links are followed, because the operator names the file, and mounted secrets are links.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -236,7 +236,7 @@ def _storage_directory(wanted: str | None) -> Path:
     # The default directory has the user's id in its name, because pages are readable only by their owner. If another
     # user has made it already, the start is refused.
     default = Path(tempfile.gettempdir()) / f"fenceline-hicache-{os.getuid()}"
-    path = default if wanted is None else Path(wanted).expanduser().absolute()
+    path = default if wanted is None else user_path(wanted).absolute()
     name = f"--hicache-storage-dir {path if wanted is None else wanted}"
     try:
         os.close(make_private_folder(str(path)))

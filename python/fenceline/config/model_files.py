@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, user_path
 from fenceline.config.gguf_file import is_gguf, names_of_parts, parts_of
 from fenceline.config.gguf_model import DESCRIBED, described, gguf_model
 from fenceline.ipc.progress import announced
@@ -51,7 +51,7 @@ def model_directory(name: str, flag: str, revision: str | None, download_dir: st
     nor a repository that can be downloaded."""
     if name in DEMOS and not Path(name).is_dir():
         return demo_model_path(name)
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir() or is_gguf(path):
         if revision is not None:
             raise ConfigError(f"{_revision(flag)} chooses a version of a hub id, {flag} {name} is local: leave it out")
@@ -89,7 +89,7 @@ def _gguf_inside(directory: Path, weights: bool) -> Path:
 def hub_file(name: str, flag: str, download_dir: str | None) -> str:
     """The local path of ``name``, the value of ``flag``: a file, or ORG/NAME/FILE on the hub, which is downloaded if
     necessary. Raises ConfigError, one line, if it is neither."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_file():
         return str(path.resolve())
     repository, _, file = name.rpartition("/")

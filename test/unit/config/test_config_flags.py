@@ -7,12 +7,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from app_requests import make_app, paths_for
 
 import flags_page
 from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
 from fenceline.config.flags import flags_of
 from fenceline.config.refused import ANY, REFUSED, find
 from fenceline.config.server_args import ServerArgs, parse_args
@@ -266,6 +268,7 @@ def test_choices_are_taken_in_any_case() -> None:
         ("--load-format npcache", "--load-format npcache: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
+        ("--config ~nobody-here/a.yaml", "--config ~nobody-here/a.yaml: cannot be read (~nobody-here/a.yaml: there is"),
         ("--config /dev/zero", "--config /dev/zero: expected flags, found more than 1048576 characters"),
         (
             "--pp 2 --pp-size 2",
@@ -323,12 +326,29 @@ def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> Non
         ("tensor_paralel_size: 2", "unknown setting tensor_paralel_size"),
         ("- model", "--config FILE: expected one mapping, as in 'page_size: 16'"),
         ("a: [", "--config FILE: not valid YAML at line 1"),
+        ("a: 2001-99-99", "--config FILE: not valid YAML (month must be in"),
+        ("a: " + "[" * 20_000, "--config FILE: not valid YAML (maximum recursion depth"),
     ],
 )
 def test_wrong_yaml_files_are_answered_with_one_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(text)
     assert refusal(["--config", str(file)]).replace(str(file), "FILE").startswith(message)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"model_path": "~nobody-here/a"},
+        {"chat_template": "~nobody-here/a"},
+        {"cuda_coredump_dir": "~nobody-here/a"},
+        {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_dir": "~nobody-here/a"},
+    ],
+    ids=lambda flags: list(flags)[-1],
+)
+def test_the_home_of_nobody_is_answered_with_one_line(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="^~nobody-here/a: there is no such user; write the whole path$"):
+        resolve(ServerArgs(**{"model_path": "demo", "device": "cpu"} | flags))
 
 
 def test_empty_yaml_file_is_no_settings(tmp_path: Path) -> None:
