@@ -84,7 +84,7 @@ def test_a_skinny_gemm_that_is_wrong_at_start_is_not_used(wrong: float, caplog: 
     assert ("is wrong here" in caplog.text) is (wrong != 0)
 
 
-def test_a_weight_without_measurements_takes_those_of_the_nearest() -> None:
+def test_a_weight_without_measurements_takes_the_nearest_ones() -> None:
     """A quarter of Qwen3-8B's on each of four ranks: no kernel for these sizes is in the table."""
     table = load_table(H200)
     for rows in (1, 8, 32):

@@ -179,7 +179,7 @@ def test_chunks_end_before_a_token_is_late() -> None:
     assert sum(0.015 < one <= 0.016 for one in seconds) > 5 and max(seconds) > 0.016
 
 
-def test_without_a_limit_steps_beside_prompts_are_short_beside_those_without() -> None:
+def test_steps_beside_prompts_are_short_without_a_limit_too() -> None:
     """30 ms, or three times what those who decode take alone, so that many of them leave prompts some time."""
     driver = make_driver(num_pages=2400, num_rows=12, chunked_prefill_size=4096, enable_mixed_chunk=True)
     for decodes, alone in ((1, 0.005), (8, 0.005 + 8 * 20 * 1e-4)):

@@ -223,7 +223,7 @@ def test_what_states_do_not_allow_is_refused_with_a_remedy(
 
 
 @pytest.mark.parametrize(("asked", "captured"), [((2, 8), (2, 3)), ((1, 2), (1, 2)), ((3, 4), (3,))])
-def test_graphs_are_captured_for_as_many_requests_as_have_room_for_states(
+def test_graphs_are_captured_for_requests_whose_states_have_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...], captured: tuple[int, ...]
 ) -> None:
     """How many that is, is known when the weights have been loaded: too late to refuse a size."""

@@ -219,7 +219,7 @@ def test_replicas_have_ports_of_their_own(closing: list[KVEventPublisher | Consu
         KVEventPublisher(config, KVEventLog(4), replica=1)
 
 
-def test_a_scheduler_whose_port_is_taken_says_so_without_a_traceback(
+def test_a_scheduler_whose_port_is_taken_prints_no_traceback(
     closing: list[KVEventPublisher | Consumer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = resolve(args(f'{{"publisher": "zmq", "endpoint": "tcp://*:{unused_port()}"}}', device="cpu"))
