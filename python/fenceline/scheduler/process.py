@@ -115,18 +115,13 @@ class SocketOutbox:
         self._tokenizer = ports.tokenizer
         self._tokens = ports.tokenizer if skip_detokenizer else ports.detokenizer
         self._outbox = Outbox(*{self._tokenizer, self._tokens})
-        self._expected = False  # the next tokens have been announced
 
     def expect_tokens(self) -> None:
         """First tokens are about to come, for which a client waits."""
-        self._expected = True
         self._outbox.wake(self._tokens)
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         self._outbox.send(self._tokens, encode(message))
-        if self._expected and self._tokens != self._tokenizer:  # it wakes while the detokenizer is at work
-            self._outbox.wake(self._tokenizer)
-        self._expected = False
 
     def to_tokenizer(self, message: Message) -> None:
         self._outbox.send(self._tokenizer, encode(message))

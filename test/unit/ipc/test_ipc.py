@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,10 +22,8 @@ from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
     ENCODER,
     SCHEDULER_DECODER,
-    TOKENIZER_DECODER,
     AbortReq,
     BatchTokenOut,
-    ControlReply,
     PortArgs,
     SchedulerInput,
     TokenizedGenerateReq,
@@ -40,7 +37,6 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.mailbox import Inbox, Outbox, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.process import SocketOutbox
 from fenceline.scheduler.ranks import TURN_DECODER, Turn
 
 
@@ -53,21 +49,6 @@ def ports() -> Iterator[PortArgs]:
 
 def request(rid: str, num_ids: int) -> TokenizedGenerateReq:
     return TokenizedGenerateReq(rid=rid, input_ids=id_array([1] * num_ids), sampling_params=SamplingParams())
-
-
-def test_announced_tokens_wake_those_whom_they_pass_once(ports: PortArgs) -> None:
-    tokens, text = Inbox(ports.detokenizer, DETOKENIZER_DECODER), Inbox(ports.tokenizer, TOKENIZER_DECODER)
-    outbox, woken = SocketOutbox(ports, skip_detokenizer=False), list[str]()
-    tokens.on_wake, text.on_wake = partial(woken.append, "detokenizer"), partial(woken.append, "front end")
-    outbox.expect_tokens()
-    outbox.to_detokenizer(BatchTokenOut(outs=[]))
-    outbox.to_detokenizer(BatchTokenOut(outs=[]))
-    outbox.to_tokenizer(ControlReply(id="1", success=True))
-    for inbox in (tokens, text):
-        inbox.wait()
-        inbox.close()
-    assert woken == ["detokenizer", "front end"]
-    outbox.close()
 
 
 async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) -> None:
