@@ -31,9 +31,10 @@ _SIDE_BY_SIDE = """\
 
 `vllm serve MODEL` becomes `fenceline serve MODEL`, `python -m sglang.launch_server` becomes
 `python -m fenceline.launch_server`; the port is 30000 unless `--port` is given (vLLM's: 8000). SGLang's flags keep
-their names and meanings ([all flags](server_arguments.md)), and so do many of vLLM's; a start names all others in one
-line with what to write instead. Clients need a new address only: OpenAI's, Anthropic's and SGLang's endpoints are
-[served](api.md). Commands by model are in the [recipes](recipes/README.md).
+their names and meanings ([all flags](server_arguments.md)), and so do many of vLLM's; a start names in one
+line all others that must change, with what to write instead, and warns of those without effect. Clients need a new
+address only: OpenAI's, Anthropic's and SGLang's endpoints are [served](api.md). Commands by model are in the
+[recipes](recipes/README.md).
 
 Flags with another name here (`python scripts/flags_page.py`):
 
