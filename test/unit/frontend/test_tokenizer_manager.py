@@ -418,15 +418,15 @@ async def test_the_last_chunk_says_how_long_it_took() -> None:
     assert times.decode_throughput is not None and times.decode_throughput > 0
 
 
-async def test_aborting_a_name_aborts_all_ids_that_begin_so() -> None:
+async def test_a_prefix_aborts_all_ids_that_begin_so() -> None:
     bench = Bench()
     inputs = [*expand_samples(ids_input(5), 3), ids_input(5, rid="r-x"), ids_input(5, rid="s")]
     await bench.manager.submit_many(inputs)
-    bench.manager.abort("r")
-    bench.manager.abort("")
-    bench.manager.abort("unknown")
+    bench.manager.abort("r", prefix=True)
+    bench.manager.abort("", prefix=True)
+    bench.manager.abort("unknown", prefix=True)
     assert bench.link.sent[-4:] == [AbortReq(rid=rid) for rid in ("r", "r-1", "r-2", "r-x")]
-    bench.manager.abort("r-1")
+    bench.manager.abort("r-1", prefix=True)
     assert bench.link.sent[-2:] == [AbortReq(rid="r-x"), AbortReq(rid="r-1")]
 
 
