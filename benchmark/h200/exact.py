@@ -65,7 +65,7 @@ _ANSWER = 48  # most tokens of an answer
 _MOST_ERRORS = 20  # after as many, or as many different answers, a configuration ends early
 _TIMEOUT_S = 300.0
 _FLUSH = f"/flush_cache?timeout={_TIMEOUT_S - 10:g}"  # a busy CPU takes minutes for what is pending
-_HANGS_S = 20.0  # after as long past its end a severed piece does not end
+_HANGS_S = {"cuda": 20.0, "cpu": _TIMEOUT_S}  # after as long past its end a severed piece is ended
 _LEAST_S = 5.0  # of a configuration, however long the server's start has taken
 
 
@@ -576,7 +576,7 @@ def severed(args: argparse.Namespace) -> int:
             for reference in (args.out / "intact").glob("reference-*.json"):
                 shutil.copy(reference, folder)
         seconds = args.seconds + (args.quiet if name is None else 0)
-        command = ["timeout", "-k", "30", str(seconds + _HANGS_S), sys.executable, __file__, "run"]
+        command = ["timeout", "-k", "30", str(seconds + _HANGS_S[args.device]), sys.executable, __file__, "run"]
         command += [f"--out={folder}", f"--seconds={seconds}"]
         command += [f"--model={args.model}", f"--device={args.device}", f"--identity={args.identity}"]
         command += [f"--jitter={args.seed}", f"--requests={args.requests}", f"--longest={args.longest}"]
