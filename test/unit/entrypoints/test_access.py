@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import orjson
 import pytest
-from app_requests import ask, make_app, routes_of
+from app_requests import DeadLink, ask, make_app, routes_of
 from starlette.types import ASGIApp
 
 from fenceline.config import ConfigError
@@ -72,6 +72,14 @@ def test_control_characters_in_a_path_are_400_before_any_key() -> None:
         for path in ("/health\n", "/metrics\r", "/\n", "/v1/models/a\nb", "/v1/models\x00", "/nothing\x7f"):
             status, _, body = ask(app, path)
             assert status == 400 and b"control characters" in body, path
+
+
+def test_a_request_without_the_key_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[DeadLink] = []
+    monkeypatch.setattr(DeadLink, "wake", lambda link: woken.append(link))
+    app = make_app(api_key="key")
+    assert ask(app, "/generate", JSON, "POST")[0] == 401 and not woken
+    assert ask(app, "/generate", JSON | {"x-api-key": "key"}, "POST")[0] != 401 and len(woken) == 1
 
 
 def test_what_nobody_has_marked_is_for_administrators() -> None:

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -22,6 +24,7 @@ from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
     ENCODER,
     SCHEDULER_DECODER,
+    TOKENIZER_DECODER,
     AbortReq,
     BatchTokenOut,
     PortArgs,
@@ -37,6 +40,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.mailbox import Inbox, Outbox, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.process import SocketOutbox
 from fenceline.scheduler.ranks import TURN_DECODER, Turn
 
 
@@ -49,6 +53,24 @@ def ports() -> Iterator[PortArgs]:
 
 def request(rid: str, num_ids: int) -> TokenizedGenerateReq:
     return TokenizedGenerateReq(rid=rid, input_ids=id_array([1] * num_ids), sampling_params=SamplingParams())
+
+
+@pytest.mark.parametrize("skip_detokenizer", [False, True])
+async def test_who_will_get_a_message_is_woken(ports: PortArgs, skip_detokenizer: bool) -> None:
+    """The scheduler by the front end, and whoever gets the tokens by the scheduler."""
+    link = SocketLink(msgspec.structs.replace(ports, tokenizer=f"{ports.tokenizer}-of-link"))
+    outbox = SocketOutbox(ports, skip_detokenizer)
+    to = ports.tokenizer if skip_detokenizer else ports.detokenizer
+    scheduler, tokens = Inbox(ports.scheduler, SCHEDULER_DECODER), Inbox(to, TOKENIZER_DECODER)
+    woken: list[str] = []
+    scheduler.on_wake, tokens.on_wake = partial(woken.append, "scheduler"), partial(woken.append, "tokens")
+    with closing(link), closing(outbox), closing(scheduler), closing(tokens):
+        link.wake()
+        link.send(AbortReq(rid="1"))
+        outbox.expect_tokens()
+        outbox.to_detokenizer(BatchTokenOut(outs=[]))
+        assert (await asyncio.to_thread(scheduler.receive), woken) == ([AbortReq(rid="1")], ["scheduler"])
+        assert (tokens.receive(), woken) == ([BatchTokenOut(outs=[])], ["scheduler", "tokens"])
 
 
 async def test_a_burst_is_sent_over_several_turns_and_in_order(ports: PortArgs) -> None:
