@@ -135,11 +135,11 @@ def compile_for_hopper() -> None:
     from fenceline.layers.kernels.triton import select_blocks as module
 
     blocks = BlocksConfig(size=64, top_k=96, first=1, local=32, width=32, stride=16)
-    sizes = (16, 2, 128, 64, 8, 64)
+    sizes = (16, 2, 128, 64, 64)
     for variant, kernel in (
         (module._means_variant(16, 256), module._means_kernel),
         (module._coarse_variant(blocks, *sizes), module._coarse_kernel),
-        (module._score_variant(blocks, *sizes), module._score_kernel),
+        (module._score_variant(blocks, 64, *sizes), module._score_kernel),
         (module._choose_variant(blocks, 2, 64), module._choose_kernel),
         (lightning._variant(32, 64)[1], lightning._lightning_inputs_kernel),
     ):

@@ -19,16 +19,20 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
+from fenceline.config.families import BlocksConfig
 from fenceline.layers.cuda_layers import TRITON, _programmatic
+from fenceline.layers.forward_batch import BlockQueries
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
-from fenceline.layers.kernels.triton import activation, rms_norm, rotate_store
+from fenceline.layers.kernels.triton import activation, rms_norm, rotate_store, select_blocks
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
+from fenceline.layers.kernels.triton.decode_attention import PagedRequests
 from fenceline.mem_cache import page_tag_kernels
 from fenceline.mem_cache.page_tag_operands import BegunTags, MovedPages, Visit
 from fenceline.memory_order import triton_launcher as launcher
+from fenceline.memory_order.guards import first_of_best
 
 IS_KNOWN = triton.__version__.startswith(launcher._KNOWN_VERSION)
 # With another version Triton launches, which needs no test of ours, and the recorder cannot stand for its driver.
@@ -84,6 +88,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
     kernels = (
         rms_norm._rms_norm_kernel,
         activation._silu_and_mul_kernel,
+        select_blocks._coarse_kernel,
+        select_blocks._score_kernel,
         rotate_store._rotate_and_store_kernel,
         decode_prologue_triton._decode_prologue_kernel,
         sample_triton._piece_kernel,
@@ -100,6 +106,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
     makers = (
         rms_norm._variant,
         activation._variant,
+        select_blocks._coarse_variant,
+        select_blocks._score_variant,
         rotate_store._variant,
         decode_prologue_triton._variant,
         sample_triton._variants,
@@ -230,6 +238,23 @@ def test_every_kernel_is_bound(gpu: Recorder) -> None:
         launch_all(size)
     assert len(gpu.launches) == 4 * each
     assert gpu.through_triton == each
+
+
+@needs_known_triton
+def test_all_numbers_of_queries_share_the_kernels_that_score_blocks(gpu: Recorder) -> None:
+    """Each number has as many programs as keep a GPU busy. A kernel for each would be two for each decode graph, which
+    take seconds to compile."""
+    blocks = BlocksConfig(size=16, top_k=4, first=1, local=1, width=8, stride=4)
+    means = torch.zeros(64, 2, 4, dtype=BF16)
+    programs = []
+    for num in (1, 4, 16, 24, 48, 256):
+        lens = torch.full((num,), 64)
+        requests = PagedRequests(torch.zeros(1, 16, dtype=torch.int32), torch.zeros_like(lens), lens, 16)
+        wanted = BlockQueries(torch.zeros(num, 4, 16, dtype=BF16), 0.3, blocks, first_of_best)
+        select_blocks.score_blocks(wanted, means, requests, 2048, 132, fixed=False)
+        programs.append(gpu.launches[-1][2])
+    assert programs == [64, 64, 33, 22, 11, 2]
+    assert gpu.through_triton == 2
 
 
 @needs_known_triton

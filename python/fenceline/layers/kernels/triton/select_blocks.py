@@ -61,17 +61,17 @@ def score_blocks(
     assert queries.stride(2) == 1 and queries.stride(1) == head_dim and len(requests.rows) == num
     assert requests.page_size % blocks.stride == 0
     num_blocks = -(-longest // blocks.size)
-    programs = _PROGRAMS_PER_SM * num_sms // (num * num_kv_heads)
-    programs = _FIXED_PROGRAMS if fixed else min(max(programs, 1), _MOST_PROGRAMS, num_blocks)
+    most = _FIXED_PROGRAMS if fixed else _MOST_PROGRAMS
+    programs = most if fixed else min(max(_PROGRAMS_PER_SM * num_sms // (num * num_kv_heads), 1), most, num_blocks)
     grid, group = (num, num_kv_heads, programs), num_heads // num_kv_heads
     partial = torch.empty((*grid, 2, _padded(group)), dtype=torch.float32, device=queries.device)
     keys = torch.empty((num, num_kv_heads, num_blocks), dtype=torch.int32, device=queries.device)
     rows = _ROWS if queries.element_size() <= 2 else _ROWS_OF_FLOATS
-    sizes = (group, num_kv_heads, head_dim, requests.page_size, programs, rows)
+    sizes = (group, num_kv_heads, head_dim, requests.page_size, rows)
     tensors = (queries, means, requests.page_table, requests.rows, requests.seq_lens, partial)
     scalars = (wanted.scale, queries.stride(0), requests.page_table.stride(0))
     _coarse_variant(blocks, *sizes).launch(grid, tensors, scalars)
-    _score_variant(blocks, *sizes).launch(grid, (*tensors, keys), (*scalars, num_blocks))
+    _score_variant(blocks, most, *sizes).launch(grid, (*tensors, keys), (*scalars, num_blocks))
     return keys
 
 
@@ -102,8 +102,9 @@ def _means_variant(group: int, width: int) -> KernelVariant:
 
 
 def _constants(
-    blocks: BlocksConfig, group: int, num_kv_heads: int, head_dim: int, page_size: int, programs: int, rows: int
+    blocks: BlocksConfig, group: int, num_kv_heads: int, head_dim: int, page_size: int, rows: int
 ) -> dict[str, int | bool]:
+    """The number of programs is none of them, which is another for each number of queries, but the grid's."""
     return {
         "GROUP": group,
         "HEADS_PAD": _padded(group),
@@ -113,7 +114,6 @@ def _constants(
         "PAGE_SIZE": page_size,
         "STRIDE": blocks.stride,
         "WIDTH": blocks.width // blocks.stride,
-        "PROGRAMS": programs,
         "ROWS": rows,
     }
 
@@ -124,13 +124,12 @@ def _coarse_variant(blocks: BlocksConfig, *sizes: int) -> KernelVariant:
 
 
 @cache
-def _score_variant(blocks: BlocksConfig, *sizes: int) -> KernelVariant:
+def _score_variant(blocks: BlocksConfig, most_programs: int, *sizes: int) -> KernelVariant:
     constants, per_block = _constants(blocks, *sizes), blocks.size // blocks.stride
     before = (blocks.width - 1) // blocks.stride
     constants |= {"SIZE": blocks.size, "FIRST": blocks.first, "LOCAL": blocks.local, "PER_BLOCK": per_block}
     constants |= {"BEFORE": before, "EACH": triton.next_power_of_2(per_block + before)}
-    constants["ROWS"] = max(constants["ROWS"], constants["EACH"])
-    constants["PROGRAMS_PAD"] = triton.next_power_of_2(constants["PROGRAMS"])
+    constants |= {"ROWS": max(constants["ROWS"], constants["EACH"]), "MOST_PROGRAMS": most_programs}
     return KernelVariant(_score_kernel, constants, 4)
 
 
@@ -198,17 +197,17 @@ def _queries(
 def _coarse_kernel(
     queries, means, page_table, rows, seq_lens, partial, scale, query_stride, table_stride,
     GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
-    COARSE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COARSE: tl.constexpr,
 ):  # fmt: skip
     query, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    programs = tl.num_programs(2)
     dims, heads = tl.arange(0, DIM_PAD), tl.arange(0, HEADS_PAD)
     q = _queries(queries, query, head, query_stride, dims, GROUP, HEADS_PAD, DIM)
     table = page_table + tl.load(rows + query) * table_stride
     groups = tl.load(seq_lens + query).to(tl.int32) // STRIDE  # full ones
     number = tl.maximum((groups - COARSE * WIDTH) // COARSE + 1, 0) * (groups >= COARSE * WIDTH).to(tl.int32)
     largest, total = tl.full([HEADS_PAD], _NO_SCORE, tl.float32), tl.zeros([HEADS_PAD], tl.float32)
-    for tile in tl.range(part, (number + ROWS - 1) // ROWS, PROGRAMS):
+    for tile in tl.range(part, (number + ROWS - 1) // ROWS, programs):
         at = tile * ROWS + tl.arange(0, ROWS)
         live = at < number
         k = _mean(means, table, at * COARSE, live, dims, head, COARSE * WIDTH, KV_HEADS, DIM, PAGE_SIZE, STRIDE)
@@ -218,7 +217,7 @@ def _coarse_kernel(
         weights = tl.where(live[:, None], tl.exp(scores - higher[None, :]), 0.0)
         total = total * tl.exp(largest - higher) + tl.sum(weights, 0)
         largest = higher
-    place = partial + ((query * KV_HEADS + head) * PROGRAMS + part) * (2 * HEADS_PAD) + heads
+    place = partial + ((query * KV_HEADS + head) * programs + part) * (2 * HEADS_PAD) + heads
     tl.store(place, largest)
     tl.store(place + HEADS_PAD, total)
 
@@ -227,18 +226,19 @@ def _coarse_kernel(
 def _score_kernel(
     queries, means, page_table, rows, seq_lens, partial, keys, scale, query_stride, table_stride, num_blocks,
     GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr, FIRST: tl.constexpr, LOCAL: tl.constexpr, PER_BLOCK: tl.constexpr, BEFORE: tl.constexpr,
-    EACH: tl.constexpr, PROGRAMS_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    FIRST: tl.constexpr, LOCAL: tl.constexpr, PER_BLOCK: tl.constexpr, BEFORE: tl.constexpr, EACH: tl.constexpr,
+    MOST_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """A row of a tile is a mean that overlaps a block, EACH of them for one block."""
     query, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    dims, heads, parts = tl.arange(0, DIM_PAD), tl.arange(0, HEADS_PAD), tl.arange(0, PROGRAMS_PAD)
+    programs = tl.num_programs(2)
+    dims, heads, parts = tl.arange(0, DIM_PAD), tl.arange(0, HEADS_PAD), tl.arange(0, MOST_PROGRAMS)
     q = _queries(queries, query, head, query_stride, dims, GROUP, HEADS_PAD, DIM)
     table = page_table + tl.load(rows + query) * table_stride
-    places = partial + (query * KV_HEADS + head) * (PROGRAMS * 2 * HEADS_PAD) + parts[:, None] * (2 * HEADS_PAD)
+    places = partial + (query * KV_HEADS + head) * (programs * 2 * HEADS_PAD) + parts[:, None] * (2 * HEADS_PAD)
     places += heads[None, :]
-    of_part = (parts < PROGRAMS)[:, None]
+    of_part = (parts < programs)[:, None]
     each_largest = tl.load(places, mask=of_part, other=_NO_SCORE)
     largest = tl.max(each_largest, 0)
     each_total = tl.load(places + HEADS_PAD, mask=of_part, other=0.0)
@@ -246,7 +246,7 @@ def _score_kernel(
     num_seen = tl.load(seq_lens + query).to(tl.int32)
     own = (num_seen + SIZE - 1) // SIZE - 1
     BLOCKS: tl.constexpr = ROWS // EACH
-    for tile in tl.range(part, (own + BLOCKS) // BLOCKS, PROGRAMS):
+    for tile in tl.range(part, (own + BLOCKS) // BLOCKS, programs):
         lanes = tl.arange(0, ROWS)
         among = lanes % EACH
         at = (tile * BLOCKS + lanes // EACH) * PER_BLOCK - BEFORE + among
