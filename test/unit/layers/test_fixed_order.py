@@ -354,7 +354,7 @@ def kernel_of(name: str) -> tuple[Any, int, int, dict[str, str], dict[str, Any]]
     if name.endswith("prefill"):
         long = name == "long prefill"
         types |= {"out_ptr": "*bf16" if long else "*fp32"}
-        constants |= {"BLOCK_M": 128 if long else 64, "SPLIT": not long, "Q_STRIDE": 6144, "TABLE_STRIDE": 2560}
+        constants |= {"BLOCK_M": 128 if long else 64, "SPLIT": not long, "Q_STRIDE": 6144}
         return extend_attention._extend_kernel, 8 if long or wide else 4, 2 if wide else 3, types, constants
     num_queries = 4 if name == "verify" else 1
     constants |= {

@@ -598,7 +598,7 @@ def compile_for(arch: str) -> None:
         "PART": 64,
         "MERGE": 1,
     }
-    extend, strides = extend_attention._extend_kernel, {"Q_STRIDE": 6144, "TABLE_STRIDE": 2560}
+    extend, strides = extend_attention._extend_kernel, {"Q_STRIDE": 6144}
     ruled = common | {"WINDOW": 4096, "CAPS": True, "SINKS": True}
     compile_kernel(decode_attention._decode_kernel, ruled | decode | tree, arch, 4, 3, pdl)
     compile_kernel(extend, ruled | {"BLOCK_M": 128, "SPLIT": False} | strides, arch, 8, 3, False)

@@ -24,7 +24,7 @@ from fenceline.layers.cuda_layers import TRITON, _programmatic
 from fenceline.layers.forward_batch import BlockQueries
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
-from fenceline.layers.kernels.triton import activation, rms_norm, rotate_store, select_blocks
+from fenceline.layers.kernels.triton import activation, extend_attention, rms_norm, rotate_store, select_blocks
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
@@ -88,6 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
     kernels = (
         rms_norm._rms_norm_kernel,
         activation._silu_and_mul_kernel,
+        extend_attention._extend_kernel,
         select_blocks._coarse_kernel,
         select_blocks._score_kernel,
         rotate_store._rotate_and_store_kernel,
@@ -106,6 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
     makers = (
         rms_norm._variant,
         activation._variant,
+        extend_attention._variants,
         select_blocks._coarse_variant,
         select_blocks._score_variant,
         rotate_store._variant,
@@ -255,6 +257,18 @@ def test_all_numbers_of_queries_share_the_kernels_that_score_blocks(gpu: Recorde
         programs.append(gpu.launches[-1][2])
     assert programs == [64, 64, 33, 22, 11, 2]
     assert gpu.through_triton == 2
+
+
+@needs_known_triton
+def test_prompts_of_all_lengths_share_the_kernel_of_their_attention(gpu: Recorder) -> None:
+    """Their keys are not in the pool, but in a list, whose row is as long as the longest prompt."""
+    config = extend_attention.ExtendConfig(32, 32, 4, 2)
+    for length in (20, 30, 1024, 1025):
+        q, lens = torch.zeros(length, 2, 16, dtype=BF16), torch.tensor([length])
+        requests = PagedRequests(torch.arange(length, dtype=torch.int32)[None], torch.zeros_like(lens), lens, 1)
+        starts, grid = torch.tensor([0, length], dtype=torch.int32), extend_attention.ExtendGrid(-(-length // 32), 1)
+        extend_attention.extend_attention(q, q, q, requests, starts, grid, 0.3, config)
+    assert gpu.through_triton == 1
 
 
 @needs_known_triton

@@ -132,10 +132,9 @@ def extend_attention(
     extend, merge = _variants(
         config, num_kv_heads, group, value_dim, tail, requests.page_size, padded_batch(batch), grid.num_splits > 1,
         rules.shared, rules.window or 0, rules.soft_cap != 0, rules.sinks is not None, q.stride(0),
-        requests.page_table.stride(0),
     )  # fmt: skip
     operands = (q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens)
-    numbers = (batch, num_tokens, scale * _LOG2_E, rules.soft_cap * _LOG2_E)
+    numbers = (batch, num_tokens, requests.page_table.stride(0), scale * _LOG2_E, rules.soft_cap * _LOG2_E)
     tiles = num_kv_heads, grid.num_tiles, grid.num_splits
     extend.launch(tiles, (*operands, query_starts, rules.sinks), numbers)
     if grid.num_splits > 1:
@@ -147,7 +146,7 @@ def extend_attention(
 @cache
 def _variants(
     config: ExtendConfig, num_kv_heads: int, group: int, value_dim: int, tail: int, page_size: int, batch_pad: int,
-    splits: bool, shared: bool, window: int, caps: bool, has_sinks: bool, q_stride: int, table_stride: int,
+    splits: bool, shared: bool, window: int, caps: bool, has_sinks: bool, q_stride: int,
 ) -> tuple[KernelVariant, KernelVariant]:  # fmt: skip
     """The kernels of tiles, and of their merge. A layer's launch takes the CPU longer than anything else of a short
     prompt, so that they are bound once."""
@@ -156,7 +155,7 @@ def _variants(
         "NUM_KV_HEADS": num_kv_heads, **dims, "TAIL_PAD": padded_head_dim(tail), "SHARED": shared, "GROUP": group,
         "PAGE_SIZE": page_size, "BATCH_PAD": batch_pad, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SPLIT": splits, "SEGMENT": config.segment, "WINDOW": window, "CAPS": caps, "SINKS": has_sinks,
-        "Q_STRIDE": q_stride, "TABLE_STRIDE": table_stride,
+        "Q_STRIDE": q_stride,
     }  # fmt: skip
     heads = max(min(triton.next_power_of_2(group), _MERGED_ELEMENTS // dims["DIM_PAD"]), 1)
     merging = {"NUM_HEADS": num_kv_heads * group, **dims, "HEADS": heads, "SINKS": has_sinks and config.segment > 0}
@@ -164,15 +163,16 @@ def _variants(
     return extend, KernelVariant(_merge_kernel, merging, 4)
 
 
-@triton.jit(do_not_specialize=["batch", "num_tokens"])
+# The stride of the page table is no constant: that of new prompts is their length.
+@triton.jit(do_not_specialize=["batch", "num_tokens", "table_stride"])
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
-    sinks_ptr, batch, num_tokens, scale_log2, cap_log2,
+    sinks_ptr, batch, num_tokens, table_stride, scale_log2, cap_log2,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, TAIL: tl.constexpr,
     TAIL_PAD: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
-    Q_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # The last tiles of a request attend to the most keys, so tiles start in reverse order.
@@ -222,7 +222,7 @@ def _extend_kernel(
     full_end = tl.minimum(num_visible_to_all // BLOCK_N, last_block)
     k_head = k_ptr + head * WIDTH
     v_head = k_head if SHARED else v_ptr + head * HEAD_DIM
-    table = page_table_ptr + table_row * TABLE_STRIDE
+    table = page_table_ptr + table_row * table_stride
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
