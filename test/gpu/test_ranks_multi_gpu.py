@@ -72,45 +72,6 @@ def test_two_nodes_with_a_gpu_each_answer_as_one_rank_does(demo_answers: list[ob
         assert (first.wait_exit(), second.wait_exit()) == (0, 0)
 
 
-def test_f10_without_the_exchange_a_replay_writes_nowhere(tmp_path: Path) -> None:
-    ended = Ended("unregistered", 2, tmp_path, limit_s=40)
-    assert not ended.well and ended.found == [None, None], ended.statuses
-    assert "illegal memory access" in ended.text or None in ended.statuses, ended.text
-
-
-def test_f11_without_the_guard_what_is_too_large_is_cut(tmp_path: Path) -> None:
-    ended = Ended("cut_to_fit", 2, tmp_path, limit_s=60)
-    differ = all(found is not None and found["difference"] for found in ended.found)
-    assert differ or "illegal memory access" in ended.text or "AcceleratorError" in ended.text, ended.text
-
-
-@pytest.mark.parametrize("size", [size for size in SIZES if size == 2])
-def test_a_model_that_reads_images_around_a_size_of_graphs(size: int, tmp_path: Path) -> None:
-    """sglang#14193: 1,025 tokens, twice, and images that end at the edge of a captured size."""
-    ended = Ended("pictures", size, tmp_path, limit_s=120)
-    assert ended.well and all(found is not None and found["differ"] == [] for found in ended.found), ended.text
-
-
-@pytest.mark.parametrize("size", [size for size in SIZES if size == 2])
-def test_ranks_divide_the_states_of_recurrent_layers(size: int, tmp_path: Path) -> None:
-    ended = Ended("states", size, tmp_path, limit_s=120)
-    assert ended.well, ended.text
-    told = [found["tokens"] for found in ended.found if found is not None]
-    assert told == told[:1] * size
-    assert all(found is not None and found["worst"] < 2e-2 for found in ended.found), ended.found
-
-
-def test_f10_with_images_a_replay_needs_the_exchange(tmp_path: Path) -> None:
-    ended = Ended("pictures_unregistered", 2, tmp_path, limit_s=120)
-    assert not ended.well or all(found is not None and found["differ"] for found in ended.found), ended.text
-
-
-def test_f11_with_images_what_is_too_large_is_cut(tmp_path: Path) -> None:
-    ended = Ended("pictures_cut_to_fit", 2, tmp_path, limit_s=120)
-    differ = all(found is not None and found["differ"] for found in ended.found)
-    assert differ or "illegal memory access" in ended.text or "AcceleratorError" in ended.text, ended.text
-
-
 def test_f19_two_streams_give_wrong_sums_or_none(tmp_path: Path) -> None:
     ended = Ended("unordered_streams", 2, tmp_path, limit_s=40)
     assert not ended.well or any(found["wrong"] for found in ended.found), ended.text

@@ -57,7 +57,7 @@ def test_a_batch_that_is_cut_to_fit_is_seen(kind: str, size: int) -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_prompts_around_both_kinds_of_graphs_change_no_token(experts: bool) -> None:
-    """The case of test_ranks_multi_gpu.py, of one rank; of a dense model and a mixture of experts."""
+    """The case of test_two_ranks_gpu.py, of one rank; of a dense model and a mixture of experts."""
     with torch.inference_mode():
         assert difference_across_ranks(open_device("cpu"), Shard(), experts) == ""
 
