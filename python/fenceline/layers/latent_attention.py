@@ -140,11 +140,11 @@ class LatentAttention(TokenMixer):
         if query_rank is None:
             assert normed is not None
             queries = self.q_proj.forward(normed)
-        elif self.selects:
-            down = self.q_a_norm.forward(compressed[:, :query_rank].contiguous())
+        elif self.selects or len(x) > 1:  # of one row a product may compute the norm as well
+            down = self.q_a_norm.forward(compressed[:, :query_rank])
             queries = self.q_proj.forward(down)
         else:
-            queries = self.q_proj.forward_normed(compressed[:, :query_rank].contiguous(), self.q_a_norm)
+            queries = self.q_proj.forward_normed(compressed[:, :query_rank], self.q_a_norm)
         return queries.view(len(x), self.heads.num_heads, -1), compressed[:, -self.latent.width :], normed, down
 
     def _store(self, queries: torch.Tensor, row: torch.Tensor, rows: torch.Tensor, batch: ForwardBatch) -> None:

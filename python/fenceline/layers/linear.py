@@ -180,7 +180,7 @@ class WideNorm:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's features x [T, size] of the part → a new tensor of their shape."""
         if self.shard.size == 1:
-            return self.kernels.rms_norm(x.contiguous(), self.weight, self.eps)
+            return self.kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         squares = wide.square()
         if self.kernels.fixed_order:
