@@ -21,7 +21,7 @@ from fenceline_sim.state_tags import NOT_KEPT
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
 _FEW_HEAD_ROWS = 64  # of ``by_head``, whose import needs Triton
-_FEW_TOKENS, _TOKENS_A_PROGRAM = 16, 32  # of the router's kernels (``routing``, whose import needs Triton)
+_FEW_TOKENS, _TOKENS_A_PROGRAM = 64, 32  # of the router's kernels (``routing``, whose import needs Triton)
 _TORCH = LayerKernels()
 
 
@@ -38,7 +38,7 @@ class LaunchedLayerKernels(LayerKernels):
     """One launch for each method, as in ``CudaLayerKernels``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         launch_function(accesses.rms_norm, _TORCH.rms_norm, (x, weight, eps), (x, weight), out)
         return out
 
@@ -155,12 +155,22 @@ class LaunchedLayerKernels(LayerKernels):
         if len(x) > _FEW_TOKENS:
             return _TORCH.router_logits(x, weight)
         out = x.new_empty(len(x), len(weight), dtype=torch.float32)
-        launch_function(accesses.router_logits, _TORCH.router_logits, (x, weight), (x, weight), out)
+        launch_function(accesses.router_logits, _TORCH.router_logits, (x, weight), (x, None, weight, None), out)
         return out
+
+    def normed_logits(
+        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(x) > _FEW_TOKENS:
+            return super().normed_logits(x, norm_weight, eps, weight)
+        outs = torch.empty_like(x), x.new_empty(len(x), len(weight), dtype=torch.float32)
+        args, operands = (x, norm_weight, eps, weight), (x, norm_weight, weight)
+        launch_function(accesses.router_logits, _TORCH.normed_logits, args, operands, *outs)
+        return outs
 
     def route(
         self, logits: torch.Tensor, correction: torch.Tensor | None, out_slots: torch.Tensor, num_sink_slots: int,
-        experts: ExpertsConfig,
+        experts: ExpertsConfig, joined: bool = False,
     ) -> Routing:  # fmt: skip
         num_tokens, num_experts = logits.shape
         num_programs = -(-num_tokens // _TOKENS_A_PROGRAM)
@@ -178,11 +188,11 @@ class LaunchedLayerKernels(LayerKernels):
             order.copy_(routing.order)
             ends.copy_(counts.sum(0).cumsum(0))
 
-        ids = logits.new_empty(num_tokens, experts.top_k, dtype=torch.int64)
+        ids = logits.new_empty(num_tokens, experts.top_k + joined, dtype=torch.int64)
         weights, order = torch.empty_like(ids, dtype=torch.float32), ids.new_empty(ids.numel())
-        ends = ids.new_empty(num_experts, dtype=torch.int32)
+        ends = ids.new_empty(num_experts + joined, dtype=torch.int32)
         inputs = logits, correction, out_slots
-        args = *inputs, num_sink_slots, experts
+        args = *inputs, num_sink_slots, experts, joined
         if num_programs == 1:
             launch_function(accesses.route, route, args, inputs, ids, weights, order, ends)
         else:

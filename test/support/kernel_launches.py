@@ -102,8 +102,8 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def _norms() -> Iterator[Launch]:
     for rows, size, dtype in ((5, 48, torch.float32), (1, 64, torch.bfloat16), (2, 2560, torch.float16)):
-        x, weight = _random(rows, size, dtype=dtype), _random(size, dtype=dtype)
-        out = torch.empty_like(x)
+        x, weight = _random(rows, size + 3, dtype=dtype)[:, :size], _random(size, dtype=dtype)
+        out = x.new_empty(x.shape)
 
         def run(pdl: bool, x: Any, weight: Any, out: Any) -> None:
             rms_norm.rms_norm(x, weight, 1e-6, pdl)
@@ -459,10 +459,16 @@ def _roundings() -> Iterator[Launch]:
 def _routings() -> Iterator[Launch]:
     x, weight, out = _random(3, 40), _random(6, 40), _random(3, 6)
 
-    def multiply(pdl: bool, x: Any, weight: Any, out: Any) -> None:
+    def norm_and_multiply(pdl: bool, x: Any, norm: Any, weight: Any, *_: Any) -> None:
+        routing.normed_logits(x, norm, 1e-6, weight, pdl=pdl)
+
+    operands = (x, _random(40), weight, normed := torch.empty_like(x), out)
+    yield Launch("normed_logits", accesses.router_logits, operands, norm_and_multiply, [normed, out], routing)
+
+    def multiply(pdl: bool, x: Any, norm: Any, weight: Any, *_: Any) -> None:
         routing.router_logits(x, weight, pdl=pdl)
 
-    yield Launch("router_logits", accesses.router_logits, (x, weight, out), multiply, [out], routing)
+    yield Launch("router_logits", accesses.router_logits, (x, None, weight, None, out), multiply, [out], routing)
     choice = ExpertsConfig(num_experts=6, top_k=2, intermediate_size=1, renormalise=True)
     for tokens in (7, 40):
         logits, correction, slots = _random(tokens, 6), _random(6) / 16, torch.arange(tokens) % 5

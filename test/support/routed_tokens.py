@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.kernels.base import LayerKernels, Routing
+from fenceline.layers.kernels.base import MOST_JOINED, LayerKernels, Routing
 
 
 def routed(num_tokens: int, top_k: int, hit: list[int], num_experts: int, num_padded: int = 0) -> Routing:
@@ -106,12 +106,13 @@ def compare_routes(
             scaling=2.5, num_groups=groups[0], top_groups=groups[1], scored_by=groups[2],
         )  # fmt: skip
         correction = torch.randn(num_experts) if corrected else None
-        expected = LayerKernels().route(logits, correction, slots, 3, experts)
-        ours = routing.route(logits, correction, slots, 3, experts)
-        assert torch.equal(ours.ids, expected.ids) and torch.equal(ours.ends, expected.ends)
-        torch.testing.assert_close(ours.weights, expected.weights, atol=1e-6, rtol=1e-5)
-        live = int(expected.ends[-1])
-        assert torch.equal(ours.order[:live], expected.order[:live])
-        assert torch.equal(ours.order[live:].sort().values, expected.order[live:].sort().values)
+        for joined in (False, True)[: 1 + (num_tokens <= MOST_JOINED)]:
+            expected = LayerKernels().route(logits, correction, slots, 3, experts, joined)
+            ours = routing.route(logits, correction, slots, 3, experts, joined)
+            assert torch.equal(ours.ids, expected.ids) and torch.equal(ours.ends, expected.ends)
+            torch.testing.assert_close(ours.weights, expected.weights, atol=1e-6, rtol=1e-5)
+            live = int(expected.ends[-1])
+            assert torch.equal(ours.order[:live], expected.order[:live])
+            assert torch.equal(ours.order[live:].sort().values, expected.order[live:].sort().values)
     lost = torch.full_like(logits, float("nan"))  # logits of tokens whose hidden states are NaN
     assert (routing.route(lost, None, slots, 3, experts).ids <= num_experts).all()

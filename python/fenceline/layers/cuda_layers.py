@@ -29,7 +29,7 @@ from fenceline.layers.kernels.triton.recurrence import (
 )
 from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.rotate_store import rotate_and_store
-from fenceline.layers.kernels.triton.routing import of_experts, route, router_logits
+from fenceline.layers.kernels.triton.routing import normed_logits, of_experts, route, router_logits
 from fenceline.layers.kernels.triton.select_blocks import store_means
 from fenceline.layers.kernels.triton.skinny_gemm import (
     PLAIN,
@@ -71,6 +71,7 @@ TRITON: Mapping[str, Callable[..., object]] = {
     "store_latent": store_latent,
     "store_index": store_index,
     "router_logits": router_logits,
+    "normed_logits": normed_logits,
     "route": route,
     "of_experts": of_experts,
     "combine_experts": combine_experts,
@@ -106,7 +107,7 @@ class CudaLayerKernels(LayerKernels):
         for name, kernel in TRITON.items():
             setattr(self, name, _programmatic(kernel) if self._pdl else kernel)
         if fixed is not None:
-            for name in ("rotate_and_store", "route", "router_logits"):
+            for name in ("rotate_and_store", "route", "router_logits", "normed_logits"):
                 setattr(self, name, partial(getattr(self, name), fixed=fixed))
         # By group size and whether there are zero points: whether the grouped products of such numbers passed the
         # trial.

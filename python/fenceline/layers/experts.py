@@ -19,9 +19,9 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import BEFORE_MLP, Branch, BranchNorms, LayerSite
 from fenceline.layers.expert_matrices import ExpertMatrices
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import RELU2, LayerKernels, Routing
+from fenceline.layers.kernels.base import MOST_JOINED, RELU2, LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from fenceline.layers.weight import WeightSlot, WeightSlots, whole
+from fenceline.layers.weight import DenseWeight, RMSNorm, WeightSlot, WeightSlots, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,23 @@ class Router:
         self.bias = scores() if names.stacked == "turns" else None
         self.correction = None if names.correction is None else scores()
 
-    def forward(self, x: torch.Tensor, out_slots: torch.Tensor, num_sink_slots: int) -> Routing:
-        """The routing of x [T, hidden_size]. Tokens with ``out_slots`` [T] below ``num_sink_slots`` go to no expert."""
-        logits = self._kernels.router_logits(x, self.weight)
+    def forward(
+        self,
+        x: torch.Tensor,
+        out_slots: torch.Tensor,
+        num_sink_slots: int,
+        norm: RMSNorm | None = None,
+        joined: bool = False,
+    ) -> tuple[torch.Tensor, Routing]:
+        """norm(x), of x [T, hidden_size], and its routing. Tokens with ``out_slots`` [T] below ``num_sink_slots`` go to
+        no expert. ``joined``: see ``LayerKernels.route``."""
+        if norm is None:
+            logits = self._kernels.router_logits(x, self.weight)
+        else:
+            x, logits = self._kernels.normed_logits(x, norm.weight, norm.eps, self.weight)
         if self.bias is not None:
             logits.add_(self.bias)
-        return self._kernels.route(logits, self.correction, out_slots, num_sink_slots, self.experts)
+        return x, self._kernels.route(logits, self.correction, out_slots, num_sink_slots, self.experts, joined)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = {f"{prefix}{self.names.router}.weight": whole(self.weight)}
@@ -144,9 +155,20 @@ class ExpertsMLP(Branch):
             hidden_size = latent
         self.inner_names = [name for name in (names.gate, names.up) if name is not None]
         up_format, down_format = format_of(*self.inner_names), format_of(names.down)
-        self.gate_up = ExpertMatrices(num_own, len(self.inner_names) * self.size, hidden_size, context, up_format)
-        self.down = ExpertMatrices(num_own, hidden_size, self.size, context, down_format)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
+        # Few tokens go through a shared expert that is like the others in the launches of these.
+        shared = [] if self.shared is None else [self.shared.gate_up_proj.weight, self.shared.down_proj.weight]
+        like = [weight for weight in shared if isinstance(weight, DenseWeight)]
+        self.joins = (
+            len(like) == 2 and up_format is None and down_format is None and experts.shared_size == self.full_size
+            and self.shard.ep_size == 1 and not context.kernels.fixed_order and self.to_latent is None
+            and names.gate is not None and names.shared_gate is None and names.stacked is None
+        )  # fmt: skip
+        num = num_own + self.joins
+        self.gate_up = ExpertMatrices(num, len(self.inner_names) * self.size, hidden_size, context, up_format)
+        self.down = ExpertMatrices(num, hidden_size, self.size, context, down_format)
+        if self.joins:
+            like[0].data, like[1].data = self.gate_up.data[-1], self.down.data[-1]
         self.limit, self.activation = experts.limit, config.activation
         self.gate_up_bias = self.down_bias = None
         if names.stacked == "turns":
@@ -154,10 +176,9 @@ class ExpertsMLP(Branch):
             self.down_bias = torch.empty(num_own, hidden_size, dtype=context.dtype)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        h = batch.normed.pop(self.input_norm, None)
-        if h is None:
-            h = x if self.input_norm is None else self.input_norm.forward(x)
-        routing = self.router.forward(h, batch.out_slots, batch.kv_pool.page_size)
+        h, joined = batch.normed.pop(self.input_norm, None), self.joins and len(x) <= MOST_JOINED
+        read, norm = (x, self.input_norm) if h is None else (h, None)
+        h, routing = self.router.forward(read, batch.out_slots, batch.kv_pool.page_size, norm, joined)
         if self.shard.ep_size > 1:
             routing = self._kernels.of_experts(routing, self.own)
         read = h if self.to_latent is None else self.to_latent.forward(h)
@@ -173,7 +194,7 @@ class ExpertsMLP(Branch):
         y = self._kernels.combine_experts(product, routing, x if adds else None)
         if self.from_latent is not None:  # of a sum it is the sum of the ranks' products
             y = self.from_latent.forward(y)
-        if self.shared is not None:
+        if self.shared is not None and not joined:
             y = self.shared.add_to(y, h)
         return y if adds else self.add_parts(x, y, self.shard, batch)
 

@@ -69,7 +69,7 @@ def route(router: Router, num_tokens: int = 40, num_padded: int = 0) -> tuple[to
     """The logits of random tokens, and where they go."""
     x = torch.randn(num_tokens, 5, generator=torch.Generator().manual_seed(5))
     slots = torch.arange(num_tokens).flip(0) + 16 - num_padded  # 16 and more are nobody's sink
-    return x @ router.weight.T, router.forward(x, slots, 16)
+    return x @ router.weight.T, router.forward(x, slots, 16)[1]
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
@@ -146,13 +146,13 @@ def test_every_slot_of_the_sink_page_is_padding(monkeypatch: pytest.MonkeyPatch)
     model = resolve(ServerArgs(model_path=tiny_model_path("experts"), device="cpu", load_format="dummy")).model
     layers = make_model(model, torch_context(Shard(), torch.float32)).layers
     mlp = next(layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsMLP))
-    sent: list[Routing] = []
+    sent: list[tuple[torch.Tensor, Routing]] = []
     forward = mlp.router.forward
     monkeypatch.setattr(mlp.router, "forward", lambda *args: sent.append(forward(*args)) or sent[-1])
     pool = SimpleNamespace(page_size=4)
     batch = SimpleNamespace(out_slots=torch.tensor([9, 0, 1, 3, 4]), kv_pool=pool, normed={})
     mlp.forward(torch.ones(5, model.hidden_size), cast("ForwardBatch", batch))
-    is_padded = (sent[0].ids == mlp.router.experts.num_experts).all(1)
+    is_padded = (sent[0][1].ids == len(sent[0][1].ends)).all(1)
     assert is_padded.tolist() == [False, True, True, True, False]
 
 
@@ -302,9 +302,13 @@ def check_combine() -> None:
 def check_logits() -> None:
     from fenceline.layers.kernels.triton import routing
 
-    for num_tokens, num_experts, k in ((1, 6, 40), (16, 9, 1500), (17, 4, 8)):
+    for num_tokens, num_experts, k in ((1, 6, 40), (16, 9, 1500), (19, 81, 2600), (65, 4, 8)):
         x, weight = torch.randn(num_tokens, k).half(), torch.randn(num_experts, k)
         torch.testing.assert_close(routing.router_logits(x, weight), x.float() @ weight.T, atol=1e-4, rtol=1e-5)
+        norm = torch.randn(k).half()
+        normed, logits = routing.normed_logits(x, norm, 1e-6, weight)
+        torch.testing.assert_close(normed, LayerKernels().rms_norm(x, norm, 1e-6))
+        torch.testing.assert_close(logits, normed.float() @ weight.T, atol=1e-4, rtol=1e-5)
 
 
 def check_routes() -> None:

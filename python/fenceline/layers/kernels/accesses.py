@@ -114,8 +114,8 @@ def _pairs_of_experts(ids: torch.Tensor, num_experts: int) -> npt.NDArray[np.int
     return np.flatnonzero(ids.flatten().numpy() < num_experts)
 
 
-# See ``routing.router_logits``, for few tokens.
-router_logits = declared("router_logits", "x weight out", "weight | > x -> out")
+# See ``routing.router_logits`` and ``routing.normed_logits``, for few tokens; only the latter has a norm.
+router_logits = declared("router_logits", "x norm_weight weight normed out", "norm_weight weight | > x -> normed out")
 
 # See ``routing.route``: its only kernel if there are no more tokens than one program handles.
 route = declared(

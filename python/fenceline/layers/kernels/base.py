@@ -47,6 +47,7 @@ CLAMPED_ALPHA = 1.702  # of the clamped SwiGLU in gpt-oss's experts
 ACTIVATIONS = SILU, GELU_TANH, GELU, RELU, RELU2 = "silu", "gelu_tanh", "gelu", "relu", "relu2"
 
 FP8_MAX = 448.0  # the largest number of E4M3
+MOST_JOINED = 32  # tokens that go through a shared expert as through the others
 FP8_GROUP = 128  # how many numbers of a row share a scale, if a row has several scales
 
 
@@ -323,6 +324,13 @@ class LayerKernels:
         """x [T, K] of any float type by ``weight`` [num_experts, K] float32, transposed → [T, num_experts] float32."""
         return self.linear(x.float(), weight)
 
+    def normed_logits(
+        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rms_norm`` of x, and its ``router_logits``."""
+        normed = self.rms_norm(x, norm_weight, eps)
+        return normed, self.router_logits(normed, weight)
+
     def of_experts(self, routing: Routing, own: range) -> Routing:
         """``routing.of_experts(own)``."""
         return routing.of_experts(own)
@@ -334,12 +342,14 @@ class LayerKernels:
         out_slots: torch.Tensor,
         num_sink_slots: int,
         experts: ExpertsConfig,
+        joined: bool = False,
     ) -> Routing:
         """Choose the experts of each token and their weights by the rules in ``experts``. logits [T, num_experts]
         float32; ``correction`` [num_experts] float32 is added to the scores when experts are chosen, but not when their
         weights are computed. Of equal scores, of experts or of groups, the first wins. Tokens whose ``out_slots`` [T]
         int64 are less than ``num_sink_slots``, that is, whose keys go to the sink page, are padding and go to no
-        expert."""
+        expert. ``joined``, for at most ``MOST_JOINED`` tokens: there is one more expert, the last, to which each token
+        goes with a weight of 1, as its last."""
         padded = out_slots < num_sink_slots
         scores = self.sigmoid(logits) if experts.sigmoid else logits.softmax(-1)
         chosen_by = scores if correction is None else scores + correction
@@ -351,7 +361,10 @@ class LayerKernels:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
         if experts.scaling != 1.0:
             weights = weights * experts.scaling
-        return Routing.group(ids.masked_fill(padded.unsqueeze(1), experts.num_experts), weights, experts.num_experts)
+        if joined:
+            ids, weights = F.pad(ids, (0, 1), value=experts.num_experts), F.pad(weights, (0, 1), value=1.0)
+        num_experts = experts.num_experts + joined
+        return Routing.group(ids.masked_fill(padded.unsqueeze(1), num_experts), weights, num_experts)
 
     def grouped_product(
         self,

@@ -74,7 +74,7 @@ def grouped_product(
     weight is FP8, int8 or four-bit with ``scales``; sums are float32. With many pairs, four-bit numbers are multiplied
     in x's dtype, and ``config`` must take a multiple of 32 inputs at a time. Current stream, no host synchronisation.
     ``pdl``: see ``rms_norm``; reads nothing before its wait."""
-    (num_experts, width, _), k = weight.shape, x.shape[1]
+    num_experts, width, k = len(routing.ends), weight.shape[1], x.shape[1]
     num_pairs, size = routing.order.shape[0], width // 2 if gated else width
     assert x.is_contiguous() and weight.is_contiguous()
     groups, packed = 0, weight.dtype == torch.uint8
@@ -292,10 +292,10 @@ def _pair_kernel(
         tl_cuda.gdc_launch_dependents()
     experts = tl.arange(0, BLOCK_EXPERTS)
     last = tl.load(ends + experts, mask=experts < NUM_EXPERTS, other=0x7FFFFFFF)
+    pair = tl.load(order + place)
     expert = tl.sum((last <= place).to(tl.int32), 0)
     if expert >= NUM_EXPERTS:
         return  # a pair of a padded token
-    pair = tl.load(order + place)
     columns = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     inputs = tl.arange(0, BLOCK_K)
     width: tl.constexpr = 2 * SIZE if GATED else SIZE

@@ -1,5 +1,6 @@
-"""The router of a mixture of experts in Triton. It computes the logits of few tokens, and chooses the experts of any
-number of tokens and sorts them by expert, in one kernel for up to 32 tokens and in two for more.
+"""The router of a mixture of experts in Triton. It computes the logits of few tokens, normalising them first, and
+chooses the experts of any number of tokens and sorts them by expert, in one kernel for up to 32 tokens and in two for
+more.
 
 Pairs of token and expert are sorted by counting, so that the order does not depend on timing. A program has 32 tokens.
 The place of a pair is the number of pairs that come before it: those with smaller experts, those with the same expert
@@ -18,12 +19,14 @@ from triton.language.extra import cuda as tl_cuda
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.base import LayerKernels, Routing
+from fenceline.layers.kernels.triton.rms_norm import rms_norm
 from fenceline.layers.kernels.triton.skinny_gemm import SplitWorkspace, fixed_linear
 from fenceline.memory_order.triton_launcher import KernelVariant
 
 TOKENS_A_PROGRAM = 32
-_FEW_TOKENS = 16  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them
+_FEW_TOKENS = 64  # with more tokens cuBLAS computes the logits, which reads the router's weights once for all of them
 _EXPERTS_A_PROGRAM = 4
+_ENOUGH_PROGRAMS, _MOST_TOGETHER = 128, 8  # with more programs, each computes the logits of up to so many tokens
 _LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exist is less
 
 _TORCH = LayerKernels()
@@ -34,15 +37,48 @@ def router_logits(
 ) -> torch.Tensor:
     """See ``LayerKernels.router_logits``. x and weight contiguous. Current stream, no host synchronisation. ``fixed``:
     sums have a fixed order. ``pdl``: see ``rms_norm``; reads ``weight`` before its wait."""
-    num_tokens, k = x.shape
     if fixed is not None:
         return fixed_linear(x.float(), weight, fixed, pdl=pdl)
-    if not 0 < num_tokens <= _FEW_TOKENS:
+    if not 0 < len(x) <= _FEW_TOKENS:
         return F.linear(x.float(), weight)
+    return _launch_logits(x, None, 0.0, weight, None, pdl)
+
+
+def normed_logits(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    fixed: SplitWorkspace | None = None,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``LayerKernels.normed_logits`` and ``router_logits``. Also reads ``norm_weight`` before its wait."""
+    if fixed is not None or not 0 < len(x) <= _FEW_TOKENS:
+        normed = rms_norm(x, norm_weight, eps, pdl)
+        return normed, router_logits(normed, weight, fixed, pdl)
+    normed = torch.empty_like(x)
+    return normed, _launch_logits(x, norm_weight, eps, weight, normed, pdl)
+
+
+def _launch_logits(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    normed: torch.Tensor | None,
+    pdl: bool,
+) -> torch.Tensor:
+    """The logits of norm(x), which goes to ``normed``."""
+    num_tokens, k = x.shape
     assert x.is_contiguous() and weight.is_contiguous() and weight.dtype == torch.float32
+    assert norm_weight is None or norm_weight.is_contiguous()
     out = x.new_empty(num_tokens, len(weight), dtype=torch.float32)
-    variant = _logits_variant(len(weight), k, pdl)
-    variant.launch((triton.cdiv(len(weight), _EXPERTS_A_PROGRAM), num_tokens), (x, weight, out))
+    blocks, together = triton.cdiv(len(weight), _EXPERTS_A_PROGRAM), 1
+    while together < _MOST_TOGETHER and blocks * num_tokens >= 2 * together * _ENOUGH_PROGRAMS:
+        together *= 2
+    variant = _logits_variant(len(weight), k, together, pdl)
+    grid = (blocks, triton.cdiv(num_tokens, together))
+    variant.launch(grid, (x, norm_weight, weight, normed, out), (num_tokens, eps))
     return out
 
 
@@ -52,21 +88,24 @@ def route(
     out_slots: torch.Tensor,
     num_sink_slots: int,
     experts: ExpertsConfig,
+    joined: bool = False,
     fixed: object = None,
     pdl: bool = False,
 ) -> Routing:
     """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation. ``fixed``: unless None, few
-    tokens too have tiles of the full size. ``pdl``: see ``rms_norm``; reads nothing before its wait."""
+    tokens too have tiles of the full size, and none are ``joined``. ``pdl``: see ``rms_norm``; reads nothing before its
+    wait."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
-        return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts)
+        return _TORCH.route(logits, correction, out_slots, num_sink_slots, experts, joined)
     num_programs = triton.cdiv(num_tokens, TOKENS_A_PROGRAM)
-    ids = torch.empty(num_tokens, experts.top_k, dtype=torch.int64, device=logits.device)
+    ids = torch.empty(num_tokens, experts.top_k + joined, dtype=torch.int64, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
-    order, ends = ids.new_empty(ids.numel()), ids.new_empty(num_experts, dtype=torch.int32)
+    order, ends = ids.new_empty(ids.numel()), ids.new_empty(num_experts + joined, dtype=torch.int32)
     if num_programs == 1 and fixed is None:
         _launch(logits, correction, out_slots, num_sink_slots, experts, ids, weights, order, ends, None, pdl)
     else:
+        assert not joined
         counts = ends.new_empty(num_programs, num_experts)
         choose_experts(logits, correction, out_slots, num_sink_slots, experts, ids, weights, counts, pdl)
         place_pairs(ids, counts, order, ends, pdl)
@@ -144,20 +183,21 @@ def _launch(
     groups = 1, 1, 1
     if experts.num_groups > 1:
         groups = experts.num_groups, experts.top_groups, min(experts.scored_by, num_experts // experts.num_groups)
-    variant = _route_variant(
-        num_experts, experts.top_k, rows, groups, experts.sigmoid, experts.renormalise, correction is None, pdl
-    )
+    joined = ids.shape[1] > experts.top_k
+    scored = experts.sigmoid, experts.renormalise, correction is None
+    variant = _route_variant(num_experts, experts.top_k, rows, groups, *scored, joined, pdl)
     operands = (logits, correction, out_slots, ids, weights, order, ends, counts)
     variant.launch((triton.cdiv(num_tokens, rows),), operands, (num_tokens, num_sink_slots, experts.scaling))
 
 
 @cache
-def _logits_variant(num_experts: int, k: int, pdl: bool) -> KernelVariant:
+def _logits_variant(num_experts: int, k: int, together: int, pdl: bool) -> KernelVariant:
     constants: dict[str, int | bool] = {
         "NUM_EXPERTS": num_experts,
         "K": k,
         "BLOCK_E": _EXPERTS_A_PROGRAM,
         "BLOCK_K": min(2048, triton.next_power_of_2(k)),
+        "TOGETHER": together,
         "PDL": pdl,
     }
     return KernelVariant(_logits_kernel, constants, 4, pdl)
@@ -172,6 +212,7 @@ def _route_variant(
     sigmoid: bool,
     renormalise: bool,
     uncorrected: bool,
+    joined: bool,
     pdl: bool,
 ) -> KernelVariant:
     """``groups``: their number, how many of them are open, and by how many experts a group is scored."""
@@ -181,7 +222,7 @@ def _route_variant(
         "NUM_EXPERTS": num_experts,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "TOP_K": top_k,
-        "BLOCK_K": triton.next_power_of_2(top_k),
+        "BLOCK_K": triton.next_power_of_2(top_k + joined),
         "ROWS": rows,
         "NUM_GROUPS": num_groups,
         "TOP_GROUPS": top_groups,
@@ -189,6 +230,7 @@ def _route_variant(
         "SIGMOID": sigmoid,
         "RENORMALISE": renormalise,
         "CORRECTED": not uncorrected,
+        "JOINED": joined,
         "PDL": pdl,
     }
     return KernelVariant(_route_kernel, constants, 4 if rows <= 8 else 8, pdl)
@@ -241,26 +283,46 @@ def _own_kernel(
         tl.store(own_ends + experts, tl.load(ends + FIRST + experts, mask=own, other=0) - before, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    x, weight, out,
-    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, norm_weight, weight, normed, out, num_tokens, eps,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """The logits of some experts for TOGETHER tokens. The first programs of these store their norms too."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     exists = experts < NUM_EXPERTS
-    token = tl.program_id(1)
     columns = tl.arange(0, BLOCK_K)
     rows = weight + experts[:, None] * K + columns[None, :]
     first = tl.load(rows, mask=exists[:, None] & (columns < K)[None, :], other=0.0)
+    if norm_weight is not None:
+        first_scale = tl.load(norm_weight + columns, mask=columns < K, other=0.0).to(tl.float32)
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    sums = first * tl.load(x + token * K + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-    for at in range(BLOCK_K, K, BLOCK_K):
-        inside = at + columns < K
-        row = tl.load(x + token * K + at + columns, mask=inside, other=0.0).to(tl.float32)
-        sums += tl.load(rows + at, mask=exists[:, None] & inside[None, :], other=0.0) * row[None, :]
-    tl.store(out + token * NUM_EXPERTS + experts, tl.sum(sums, 1), mask=exists)
+    begin = tl.program_id(1) * TOGETHER
+    for token in range(begin, tl.minimum(begin + TOGETHER, num_tokens)):
+        if norm_weight is not None:
+            squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
+            for at in range(0, K, BLOCK_K):
+                part = tl.load(x + token * K + at + columns, mask=at + columns < K, other=0.0).to(tl.float32)
+                squares += part * part
+            factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        sums = tl.zeros((BLOCK_E, BLOCK_K), dtype=tl.float32)
+        for at in range(0, K, BLOCK_K):
+            inside = at + columns < K
+            row = tl.load(x + token * K + at + columns, mask=inside, other=0.0)
+            if norm_weight is not None:
+                scale = first_scale
+                if at > 0:
+                    scale = tl.load(norm_weight + at + columns, mask=inside, other=0.0).to(tl.float32)
+                row = (row.to(tl.float32) * factor * scale).to(row.dtype)
+                tl.store(normed + token * K + at + columns, row, mask=inside & (tl.program_id(0) == 0))
+            matrix = first
+            if at > 0:
+                matrix = tl.load(rows + at, mask=exists[:, None] & inside[None, :], other=0.0)
+            sums += matrix * row.to(tl.float32)[None, :]
+        tl.store(out + token * NUM_EXPERTS + experts, tl.sum(sums, 1), mask=exists)
 
 
 @triton.jit
@@ -292,9 +354,11 @@ def _route_kernel(
     logits, correction, out_slots, ids, weights, order, ends, counts, num_tokens, num_sink_slots, scaling,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SCORED_BY: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr, JOINED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """If ``counts`` is None, one program handles all tokens. Else each writes how many pairs each expert has."""
+    PAIRS: tl.constexpr = TOP_K + 1 if JOINED else TOP_K  # of a token
+    NONE: tl.constexpr = NUM_EXPERTS + 1 if JOINED else NUM_EXPERTS
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = tokens < num_tokens
     experts = tl.arange(0, BLOCK_E)
@@ -341,18 +405,27 @@ def _route_kernel(
         hit = experts[None, :] == best[:, None]
         slot = tl.where(hit, j, slot)
         chosen_by = tl.where(hit, float("-inf"), chosen_by)
-        tl.store(ids + tokens * TOP_K + j, tl.where(padded != 0, NUM_EXPERTS, best).to(tl.int64), mask=live)
+        tl.store(ids + tokens * PAIRS + j, tl.where(padded != 0, NONE, best).to(tl.int64), mask=live)
     chosen = slot >= 0
     if RENORMALISE:
-        total = tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20  # all sigmoids may be zero
-        scores = scores / total[:, None]
+        scores = scores / (tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20)[:, None]  # all sigmoids may be zero
     scores *= scaling
-    tl.store(weights + tokens[:, None] * TOP_K + slot, scores, mask=chosen & live[:, None])
-    count = tl.sum((chosen & (live & (padded == 0))[:, None]).to(tl.int32), 0)
+    tl.store(weights + tokens[:, None] * PAIRS + slot, scores, mask=chosen & live[:, None])
+    goes = live & (padded == 0)
+    count = tl.sum((chosen & goes[:, None]).to(tl.int32), 0)
     if counts is None:
         last = tl.cumsum(count, 0)
         tl.store(ends + experts, last, mask=exists)
-        _store_order(order, tokens, live, padded, slot, last - count, tl.sum(count, 0), TOP_K, BLOCK_K)
+        total = tl.sum(count, 0)
+        if JOINED:
+            ones = goes.to(tl.int32)
+            pair = tokens * PAIRS + TOP_K
+            tl.store(ids + pair, tl.where(padded != 0, NONE, NUM_EXPERTS).to(tl.int64), mask=live)
+            tl.store(weights + pair, tl.full((ROWS,), 1.0, dtype=tl.float32), mask=live)
+            tl.store(order + total + tl.cumsum(ones, 0) - ones, pair.to(tl.int64), mask=goes)
+            total += tl.sum(ones, 0)
+            tl.store(ends + NUM_EXPERTS, total)
+        _store_order(order, tokens, live, padded, slot, last - count, total, PAIRS, BLOCK_K)
     else:
         tl.store(counts + tl.program_id(0) * NUM_EXPERTS + experts, count, mask=exists)
 
