@@ -16,13 +16,12 @@ from fenceline.config.server_args import ServerArgs
 _HEADER = """\
 # Server arguments
 
-The flags of `python -m fenceline.launch_server` (the same as `fenceline serve` and `scripts/serve`), with SGLang's
-names and meanings wherever SGLang has them. With underscores they are keyword arguments of `fenceline.Engine` and keys
-of a YAML file (`--config FILE`); the command line wins over the file, and `--no-FLAG` takes back a switch of the file.
-The model may stand alone (`fenceline serve MODEL --port 8000`), and a flag may be shortened if no other begins so.
-
-Flags of SGLang, vLLM, Text Generation Inference or llama.cpp that are not available are refused with a remedy for each.
-A flag by which no answer changes is accepted with a warning.
+The flags of `fenceline serve` (the same as `python -m fenceline.launch_server` and `scripts/serve`), with SGLang's
+names and meanings; defaults in **bold**. With underscores they are keyword arguments of `fenceline.Engine` and keys of
+a YAML file (`--config FILE`); the command line wins over the file, and `--no-FLAG` takes back a switch of the file. The
+model may stand alone (`fenceline serve MODEL`), and a flag may be shortened if no other begins so. Flags of [other
+servers](from_vllm_or_sglang.md) that are missing are refused with a remedy, or accepted with a warning if no answer
+depends on them.
 """
 
 
@@ -33,10 +32,9 @@ _SIDE_BY_SIDE = """\
 `python -m fenceline.launch_server`; the port is 30000 unless `--port` is given (vLLM's: 8000). SGLang's flags keep
 their names and meanings ([all flags](server_arguments.md)), and so do many of vLLM's; a start names in one
 line all others that must change, with what to write instead, and warns of those without effect. Clients need a new
-address only: OpenAI's, Anthropic's and SGLang's endpoints are [served](api.md). Commands by model are in the
-[recipes](recipes/README.md).
+address only: OpenAI's, Anthropic's and SGLang's endpoints are [served](api.md).
 
-Flags with another name here (`python scripts/flags_page.py`):
+Flags with another name here:
 
 | there | here |
 |---|---|
@@ -47,7 +45,7 @@ def render() -> str:
     """The page of our flags as Markdown."""
     parts = [_HEADER]
     for group, flags in groupby(flags_of(ServerArgs).values(), key=lambda flag: flag.spec.group):
-        parts.append(f"## {group}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
+        parts.append(f"## {group}\n\n| flag | values | meaning |\n|---|---|---|\n")
         parts[-1] += "".join(_row(flag) for flag in flags)
     return "\n".join(parts)
 
@@ -67,13 +65,14 @@ def render_side_by_side() -> str:
 
 def _row(flag: Flag) -> str:
     options = ", ".join(f"`{option}`" for option in flag.options)
+    default = None if flag.default in (None, "") else str(flag.default)
     if flag.type is bool:
-        values, default = "switch", ""
+        values = "switch"
+    elif flag.spec.choices:
+        values = ", ".join(f"**`{c}`**" if str(c) == default else f"`{c}`" for c in flag.spec.choices)
     else:
-        values = ", ".join(f"`{choice}`" for choice in flag.spec.choices or ()) or flag.type.__name__
-        values += " ..." if flag.many else ""
-        default = "" if flag.default in (None, "") else f"`{flag.default}`"
-    return f"| {options} | {values} | {default} | {_escape(flag.spec.help)} |\n"
+        values = flag.type.__name__ + (" ..." if flag.many else "") + (f", **`{default}`**" if default else "")
+    return f"| {options} | {values} | {_escape(flag.spec.help)} |\n"
 
 
 def _escape(text: str) -> str:
