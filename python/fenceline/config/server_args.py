@@ -69,8 +69,8 @@ class ServerArgs:
     # Model and tokenizer
     model_path: str = _model(
         "",
-        "The model: a directory in Hugging Face format, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or one of the "
-        "package: demo, demo-moe (experts), demo-tools (calls a calculator), demo-vision (reads pictures). Required.",
+        "A directory in Hugging Face format, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or one of the package: "
+        "demo, demo-moe (experts), demo-tools (calls a calculator), demo-vision (reads pictures). Required.",
         aliases=("--model",),
     )
     tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id; the model's own unless given.")
@@ -82,7 +82,7 @@ class ServerArgs:
     download_dir: str | None = _model(None, "Where hub downloads are kept; Hugging Face's own cache unless given.")
     load_format: str = _model(
         "auto",
-        "How weights are read: auto, safetensors and gguf read the files that there are, dummy makes random weights.",
+        "How weights are read: auto, safetensors and gguf read the files, dummy makes random weights.",
         choices=("auto", "safetensors", "gguf", "dummy"),
         refused=dict.fromkeys(
             ("pt", "npcache", "bitsandbytes"), "convert the weights to safetensors and leave the flag out"
@@ -90,7 +90,7 @@ class ServerArgs:
     )
     dtype: str = _model(
         "auto",
-        "Type of weights, activations and KV cache. auto is float32 on a CPU; on a GPU it is the checkpoint's type, "
+        "Type of weights, activations and KV cache. auto is float32 on a CPU, on a GPU the checkpoint's type, "
         "bfloat16 for float32 checkpoints.",
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
@@ -132,8 +132,8 @@ class ServerArgs:
     )
     is_embedding: bool = _model(
         False,
-        "Serve embeddings, the state of each text's last token, instead of generated text. A model whose "
-        "modules.json pools, such as Qwen3-Embedding, is served so without the flag.",
+        "Serve embeddings, the state of each text's last token. A model whose modules.json pools, such as "
+        "Qwen3-Embedding, is served so without the flag.",
     )
     served_model_name: str | None = _model(None, "The model's name in the API; --model-path as given unless set.")
     weight_version: str = _model(
@@ -174,9 +174,7 @@ class ServerArgs:
         False, "Serve no page at /, where people can chat with the model and watch the server."
     )
     max_queued_requests: int | None = _http(
-        None,
-        "Most requests that may wait; others get 503, with --enable-priority-scheduling the waiting ones of the lowest "
-        "priority. Unlimited unless given.",
+        None, "Most requests that may wait; others get 503. Unlimited unless given."
     )
     req_waiting_timeout: float | None = _http(
         None,
@@ -198,8 +196,8 @@ class ServerArgs:
     # Memory and scheduling
     mem_fraction_static: float | None = _memory(
         None,
-        "Share of a GPU's memory for weights and KV cache together, 0.85 unless given. On a CPU the share of the free "
-        "memory that the KV cache may take, 0.3 unless given and never more than 4 GiB. Lower it when memory runs out.",
+        "Share of a GPU's memory for weights and KV cache together, 0.85 unless given; on a CPU of the free memory "
+        "for the KV cache, 0.3 unless given and never more than 4 GiB. Lower it when memory runs out.",
     )
     max_total_tokens: int | None = _memory(
         None,
@@ -208,8 +206,8 @@ class ServerArgs:
     )
     max_running_requests: int | None = _memory(
         None,
-        "Most requests running at once. Unless given, 1024 on a GPU and 256 on a CPU, or fewer where their page tables "
-        "would be large or --max-total-tokens has fewer pages.",
+        "Most requests running at once. Unless given, 1024 on a GPU and 256 on a CPU, or fewer where memory has no "
+        "room for them.",
     )
     page_size: int = _memory(
         1, "Tokens per KV cache page; prefixes are shared in whole pages.", choices=(1, 16, 32, 64)
@@ -249,8 +247,8 @@ class ServerArgs:
     )
     schedule_policy: str = _memory(
         "fcfs",
-        "Order of waiting requests: first come first served (fcfs), longest cached prefix first (lpm), those under the "
-        "prefixes that most of them share first (dfs-weight), or random.",
+        "Order of waiting requests: first come first served (fcfs), longest cached prefix first (lpm), the most "
+        "shared prefixes first (dfs-weight), or random.",
         choices=("fcfs", "lpm", "dfs-weight", "random"),
     )
     enable_priority_scheduling: bool = _memory(
@@ -288,28 +286,28 @@ class ServerArgs:
     )
     hicache_write_policy: WritePolicy = _hicache(
         "write_through",
-        "When pages are copied to the host: write_through at once, write_through_selective when their prefix is used a "
-        "second time, write_back when they are evicted from the device.",
+        "When pages are copied to the host: at once, on the second use of their prefix (write_through_selective), or "
+        "when they are evicted from the device (write_back).",
     )
     hicache_io_backend: str | None = _hicache(
         None,
-        "How pages are copied between device and host: direct by the copy engine, kernel by a copy kernel, which slows "
-        "down others. Unless given, direct, or kernel where pages have one token and attention is not persistent.",
+        "How pages are copied: by the copy engine (direct), or by a kernel, which slows down others. direct unless "
+        "given, or kernel where pages have one token and attention is not persistent.",
         choices=("kernel", "direct"),
         refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},
     )
     hicache_mem_layout: MemLayout = _hicache(
         "layer_first",
-        "The order of bytes in the host tier: layer_first as on the device, page_first with a page's layers side by "
-        "side, which a storage writes and reads in one piece.",
+        "The order of bytes in the host tier: as on the device, or page_first, which a storage writes and reads in "
+        "one piece.",
         refused=dict.fromkeys(
             ("page_first_direct", "page_first_kv_split", "page_head"), "use --hicache-mem-layout page_first"
         ),
     )
     retract_policy: RetractPolicy = _hicache(
         "recompute",
-        "What happens to the KV of a request that is retracted for lack of memory: recompute drops what the prefix "
-        "cache cannot keep, offload copies it to the host and back.",
+        "What happens to the KV of a request that is retracted for lack of memory, as far as the prefix cache cannot "
+        "keep it: recompute drops it, offload copies it to the host and back.",
     )
     hicache_storage_backend: str = _hicache(
         "none",
@@ -322,8 +320,8 @@ class ServerArgs:
     )
     hicache_storage_dir: str | None = _hicache(
         None,
-        "The directory of --hicache-storage-backend file; it must belong to the user who runs the server and be "
-        "writable by no other user. fenceline-hicache-UID in the system's temporary folder unless given.",
+        "The directory of --hicache-storage-backend file, writable by no other user; fenceline-hicache-UID in the "
+        "system's temporary folder unless given.",
         metavar="DIR",
     )
     hicache_storage_size: float | None = _hicache(
@@ -333,25 +331,24 @@ class ServerArgs:
     )
     hicache_storage_key: str | None = _hicache(
         None,
-        "Authenticate each stored page with a secret key: file:PATH reads it from a file, env:NAME from an environment "
-        "variable. Servers share pages only where they have the same key.",
+        "Authenticate each stored page with a secret key, which all servers that share pages must have: file:PATH or "
+        "env:NAME.",
         metavar="file:PATH|env:NAME",
     )
     hicache_storage_prefetch_policy: PrefetchPolicy = _hicache(
         "best_effort",
-        "How long a request waits for its pages to be read from storage: best_effort not at all, wait_complete until "
-        "all are there, timeout for --hicache-storage-prefetch-timeout.",
+        "How long a request waits for its pages to be read from storage: not at all (best_effort), until all are "
+        "there, or for --hicache-storage-prefetch-timeout.",
     )
     hicache_storage_prefetch_timeout: float | None = _hicache(
-        None, "Most seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given."
+        None, "Most seconds of --hicache-storage-prefetch-policy timeout; 1 unless given."
     )
 
     # Speculative decoding
     speculative_algorithm: str | None = _speculation(
         None,
-        "What proposes tokens for the model to verify: a layer that reads hidden states (EAGLE, EAGLE3), layers in the "
-        "model's own checkpoint (NEXTN), a small model (STANDALONE), or the request's own text, where its last tokens "
-        "occurred before (NGRAM).",
+        "What proposes tokens for the model to verify: a layer that reads hidden states (EAGLE, EAGLE3), layers in "
+        "the model's own checkpoint (NEXTN), a small model (STANDALONE), or the request's own text (NGRAM).",
         choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
         refused={"DFLASH": "its drafts are not supported: use EAGLE3"},
     )
@@ -372,8 +369,8 @@ class ServerArgs:
     )
     speculative_num_steps: int | None = _speculation(
         None,
-        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, 7 with NGRAM. With NEXTN and several "
-        "layers, each computes one step, and their number is both the default and the limit.",
+        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, 7 with NGRAM. With several NEXTN layers "
+        "their number is the default and the limit.",
     )
     speculative_eagle_topk: int | None = _speculation(
         None, "How many tokens the draft proposes for each place: 1 (unless given) makes a chain, more make a tree."
@@ -385,14 +382,12 @@ class ServerArgs:
     )
     speculative_ngram_min_match_window_size: int | None = _speculation(
         None,
-        "With NGRAM: how many of the last tokens must have occurred before, one after the other, 1 to 64; 1 unless "
-        "given.",
+        "With NGRAM: how many of the last tokens must have occurred before, 1 to 64; 1 unless given.",
         aliases=("--prompt-lookup-min", "--ngram-prompt-lookup-min"),
     )
     speculative_ngram_max_match_window_size: int | None = _speculation(
         None,
-        "With NGRAM: how many of the last tokens are compared, 1 to 64; 12 unless given. Proposed is what followed the "
-        "longest match, of several the latest.",
+        "With NGRAM: how many of the last tokens are compared, 1 to 64; 12 unless given.",
         aliases=("--prompt-lookup-max", "--ngram-prompt-lookup-max"),
     )
     speculative_adaptive: bool | None = _speculation(
@@ -424,20 +419,20 @@ class ServerArgs:
     )
     tp_size: int = _runtime(
         1,
-        "Ranks that compute the model together, each a process with a part of every layer and of the KV cache (tensor "
-        "parallelism). It must divide the attention heads. Each rank has a GPU of its own.",
+        "Ranks that compute the model together, each with a GPU and a part of every layer and of the KV cache (tensor "
+        "parallelism). It must divide the attention heads.",
         aliases=("--tensor-parallel-size", "--tp"),
     )
     ep_size: int = _runtime(
         1,
-        "Parts into which the experts of a mixture are split (expert parallelism), each held by --tp-size / --ep-size "
-        "ranks. It must divide --tp-size and the number of experts. 1 splits every expert over all ranks.",
+        "Parts into which the experts of a mixture are split (expert parallelism). It must divide --tp-size and the "
+        "number of experts. 1 splits every expert over all ranks.",
         aliases=("--expert-parallel-size", "--ep"),
     )
     dp_size: int = _runtime(
         1,
         "Replicas of the model, each with --tp-size ranks and a KV cache of its own, behind one server (data "
-        "parallelism). Each rank of each replica has a GPU of its own.",
+        "parallelism).",
         aliases=("--data-parallel-size", "--dp"),
     )
     load_balance_method: LoadBalanceMethod = _runtime(
@@ -446,8 +441,8 @@ class ServerArgs:
     )
     nnodes: int = _runtime(
         1,
-        "Hosts that the ranks are spread over, as many on each. Each starts a server of its own with the same flags "
-        "and its --node-rank.",
+        "Hosts that the ranks are spread over, as many on each. Each starts a server with the same flags and its "
+        "--node-rank.",
     )
     node_rank: int = _runtime(0, "Which of the hosts this is, from 0 on. Node 0 answers requests.")
     dist_init_addr: str | None = _runtime(
@@ -459,7 +454,7 @@ class ServerArgs:
     attention_backend: str | None = _runtime(
         None,
         "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those packages', torch plain "
-        "torch and the only one on a CPU. auto, the default, measures those that are installed.",
+        "torch and the only one on a CPU. auto measures those that are installed.",
         choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
@@ -477,7 +472,7 @@ class ServerArgs:
     )
     sampling_backend: str = _runtime(
         "auto",
-        "Accepted as SGLang has it, without effect: a GPU draws with our own kernel, a CPU with torch's operators.",
+        "Without effect: a GPU draws with our own kernel, a CPU with torch's operators.",
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},
     )
@@ -517,9 +512,7 @@ class ServerArgs:
         aliases=("--cuda-graph-bs-prefill",),
     )
     debug_cuda_graph: bool = _runtime(
-        False,
-        "Run every replayed step once more without its graph, on the same inputs, and stop at the first field that "
-        "differs, naming it. Slow.",
+        False, "Run every replayed step once more without its graph, and stop at the first field that differs. Slow."
     )
     cuda_coredump_dir: str | None = _runtime(
         None,
@@ -533,8 +526,8 @@ class ServerArgs:
     )
     memory_check: str = _runtime(
         "off",
-        "How memory is watched: order refuses a step that would access memory in no order with an earlier one, full "
-        "lets the device compare tags of the KV pages in every step. See docs/use/debugging.md.",
+        "order refuses a step that would access memory in no order with an earlier one, full lets the device compare "
+        "tags of the KV pages in every step. See docs/use/debugging.md.",
         choices=("off", "order", "full"),
     )
 
@@ -547,8 +540,8 @@ class ServerArgs:
     )
     strict_model_name: bool = _api(
         False,
-        "Answer requests for a model of any other name than --served-model-name with a 404. Otherwise every name is "
-        "served and repeated in the answer, unless it names an adapter (MODEL:ADAPTER).",
+        "Answer requests for a model of any other name than --served-model-name with a 404; otherwise every name is "
+        "served.",
     )
     strict_fields: bool = _api(
         False, "Answer requests that have unknown fields with a 400; otherwise each such name is logged once."
@@ -560,8 +553,8 @@ class ServerArgs:
     )
     reasoning_parser: str | None = _api(
         None,
-        "The model family whose tags mark the thinking of a reasoning model, which answers then carry in "
-        "reasoning_content. Default: gpt-oss where the chat template shows its form, else none.",
+        "The model family whose tags mark the thinking of a reasoning model. Default: gpt-oss where the chat template "
+        "shows its form, else none.",
         # The last five are other names of these.
         choices=(
             "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "mimo", "minimax", "qwen3", "qwen3-thinking", "seed_oss",
@@ -570,8 +563,7 @@ class ServerArgs:
     )  # fmt: skip
     tool_call_parser: str | None = _api(
         None,
-        "How the model writes tool calls, which answers then carry in tool_calls. Default: the form that the chat "
-        "template shows.",
+        "How the model writes tool calls. Default: the form that the chat template shows.",
         # From qwen on they are other names of these.
         choices=(
             "qwen25", "qwen3_coder", "seed_oss", "llama3", "mistral", "pythonic", "deepseekv3", "deepseekv31", "glm45",
@@ -629,11 +621,7 @@ class ServerArgs:
         "Least severe level that the HTTP server logs; --log-level unless given.",
         choices=("debug", "info", "warning", "error", "critical"),
     )
-    log_format: Literal["text", "json"] = _logging(
-        "text",
-        "Log lines for people, or one JSON object a line with time, level, process, pid, logger, message and, after an "
-        "error, exception.",
-    )
+    log_format: Literal["text", "json"] = _logging("text", "Log lines for people, or one JSON object a line.")
     log_requests: bool = _logging(False, "Log every request and its answer.")
     log_requests_level: int = _logging(
         2,
@@ -647,14 +635,11 @@ class ServerArgs:
     )
     metrics_prefix: str = _logging(
         "both",
-        "Which names metrics have: fenceline: for all of them (fenceline), sglang: for those that SGLang has, for its "
-        "dashboards (sglang), or both.",
+        "Which names metrics have: fenceline: for all, sglang: for those that SGLang has, for its dashboards, or both.",
         choices=("both", "fenceline", "sglang"),
     )
     flight_recorder_steps: int = _logging(
-        512,
-        "How many of the scheduler's last steps are kept in memory, and written to a file when the engine dies, on "
-        "SIGUSR1 and by /flight_recorder. 0 keeps none.",
+        512, "How many of the scheduler's last steps are kept in memory, for a file when the engine dies. 0 keeps none."
     )
     flight_recorder_dir: str | None = _logging(
         None,
@@ -667,9 +652,7 @@ class ServerArgs:
         "private temporary one, unless given.",
         metavar="DIR",
     )
-    flight_recorder_prompts: bool = _logging(
-        False, "Keep the token ids of prompts in the flight recorder too. They say what users have written."
-    )
+    flight_recorder_prompts: bool = _logging(False, "Keep the token ids of prompts in the flight recorder too.")
     otlp_traces_endpoint: str | None = _logging(
         None,
         "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4317; see "
