@@ -73,7 +73,7 @@ class ServerArgs:
         "demo, demo-moe (experts), demo-tools (calls a calculator), demo-vision (reads pictures). Required.",
         aliases=("--model",),
     )
-    tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id; the model's own unless given.")
+    tokenizer_path: str | None = _model(None, "The tokenizer's directory or hub id, unless it is the model's own.")
     tokenizer_mode: str = _model("auto", "Without effect: the fast tokenizer is always used.", choices=("auto", "slow"))
     skip_tokenizer_init: bool = _model(
         False, "Run without a tokenizer: requests carry input_ids, answers carry output_ids."
@@ -121,9 +121,7 @@ class ServerArgs:
     json_model_override_args: str = _model(
         "{}", "A JSON object whose entries replace those of the model's config.json.", metavar="JSON"
     )
-    trust_remote_code: bool = _model(
-        False, "Without effect, with a warning: code from a model's directory is never run."
-    )
+    trust_remote_code: bool = _model(False, "Without effect: code from a model's directory is never run.")
     chat_template: str | None = _model(
         None,
         "The chat template in place of the tokenizer's: a .jinja file, a .json file with it under chat_template, or "
@@ -166,13 +164,10 @@ class ServerArgs:
     )
     allowed_hosts: tuple[str, ...] | None = _http(
         None,
-        "Further host names by which this server may be addressed where no key is needed, as in *.example.com, or * "
-        "for all.",
+        "Further host names by which this server may be addressed without a key, as in *.example.com, or * for all.",
         metavar="NAME",
     )
-    disable_web_page: bool = _http(
-        False, "Serve no page at /, where people can chat with the model and watch the server."
-    )
+    disable_web_page: bool = _http(False, "Serve no page at /.")
     max_queued_requests: int | None = _http(
         None, "Most requests that may wait; others get 503. Unlimited unless given."
     )
@@ -214,8 +209,8 @@ class ServerArgs:
     )
     max_mamba_cache_size: int | None = _memory(
         None,
-        "Of a model with recurrent layers: most states in memory, one for each running request and the others for "
-        "cached prefixes. Unless given, what --mamba-full-memory-ratio allows.",
+        "Of a model with recurrent layers: most states in memory, for running requests and for cached prefixes. "
+        "Unless given, what --mamba-full-memory-ratio allows.",
     )
     mamba_full_memory_ratio: float = _memory(
         0.9, "Of a model with recurrent layers: memory of their states, relative to that of the KV cache."
@@ -267,9 +262,7 @@ class ServerArgs:
         False, "No running request is retracted for a waiting one of a better `priority`."
     )
     schedule_conservativeness: float = _memory(
-        1.0,
-        "How much of the answers' possible length admission keeps free; raise it if requests are often retracted, "
-        "lower it if memory stays unused.",
+        1.0, "How much of the answers' possible length admission keeps free; raise it if requests are often retracted."
     )
     disable_radix_cache: bool = _memory(False, "Do not share prefixes between requests.")
     disable_overlap_schedule: bool = _memory(False, "Finish each step's results before the next step is launched.")
@@ -326,8 +319,7 @@ class ServerArgs:
     )
     hicache_storage_size: float | None = _hicache(
         None,
-        "Most GB (10^9 bytes) of pages in that directory, over all servers that share it; 64, or half the file system "
-        "if that is less, unless given.",
+        "Most GB (10^9 bytes) of pages in that directory; 64, or half the file system if that is less, unless given.",
     )
     hicache_storage_key: str | None = _hicache(
         None,
@@ -354,8 +346,7 @@ class ServerArgs:
     )
     speculative_draft_model_path: str | None = _speculation(
         None,
-        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN "
-        "in the checkpoint, others in a folder of the algorithm's name.",
+        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory.",
         aliases=("--speculative-draft-model",),
     )
     speculative_draft_model_revision: str | None = _speculation(
@@ -363,8 +354,8 @@ class ServerArgs:
     )
     speculative_token_map: str | None = _speculation(
         None,
-        "With EAGLE: a file with the ids of the tokens that the draft may propose, as torch.save writes a list or "
-        "tensor of them (FR-Spec). A path, or ORG/NAME/FILE on the hub.",
+        "With EAGLE: a file with the ids of the tokens that the draft may propose, as torch.save writes them "
+        "(FR-Spec). A path, or ORG/NAME/FILE on the hub.",
         metavar="FILE",
     )
     speculative_num_steps: int | None = _speculation(
@@ -397,7 +388,7 @@ class ServerArgs:
     )
     speculative_draft_attention_backend: str | None = _speculation(
         None,
-        "The attention backend of the draft's layers, if it should differ from the model's: triton or torch.",
+        "The attention backend of the draft's layers, if it should differ from the model's.",
         choices=("triton", "torch"),
         refused={
             "flashinfer": "its plan needs lengths that the host learns late: leave it out",
@@ -516,8 +507,7 @@ class ServerArgs:
     )
     cuda_coredump_dir: str | None = _runtime(
         None,
-        "Have the CUDA driver write a core dump into this folder when a kernel fails, for cuda-gdb; see "
-        "docs/use/debugging.md.",
+        "Have the CUDA driver write a core dump into this folder when a kernel fails; see docs/use/debugging.md.",
         metavar="DIR",
     )
     random_seed: int | None = _runtime(
@@ -572,9 +562,7 @@ class ServerArgs:
         ),
     )  # fmt: skip
     grammar_backend: Literal["xgrammar", "none"] = _api(
-        "xgrammar",
-        "The library that constrains answers to a JSON schema, a regular expression or a grammar. With none, requests "
-        "that ask for it are answered with a 400.",
+        "xgrammar", "The library that constrains answers. With none, requests that ask for it are answered with a 400."
     )
     limit_mm_data_per_request: str | None = _api(
         None,
@@ -625,8 +613,8 @@ class ServerArgs:
     log_requests: bool = _logging(False, "Log every request and its answer.")
     log_requests_level: int = _logging(
         2,
-        "How much --log-requests shows: 0 ids and counts, 1 also sampling parameters, 2 also the first 2,048 "
-        "characters of prompt and answer, 3 everything.",
+        "How much --log-requests shows: 0 ids and counts, 1 also sampling parameters, 2 also 2,048 characters of "
+        "prompt and answer, 3 everything.",
         choices=(0, 1, 2, 3),
     )
     decode_log_interval: int = _logging(40, "Log a line of figures each time this many decode steps have run.")
