@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -191,6 +192,21 @@ class CudaDevice(Device):
         ):
             body()
         return graph
+
+    def compile_ahead(self, walk: Callable[[], object]) -> bool:
+        try:
+            from fenceline.memory_order import triton_launcher
+        except ImportError:
+            return False
+        begin, number = time.perf_counter(), 0
+        try:
+            number = triton_launcher.compile_ahead(walk, min(num_usable_cores(), _MAX_THREADS))
+        except Exception:
+            logger.warning("Kernels are compiled when they are first launched", exc_info=True)
+        self.synchronize()
+        if number:
+            logger.info("Compiled %d kernels in %.1f s", number, time.perf_counter() - begin)
+        return number > 0
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

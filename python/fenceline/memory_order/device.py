@@ -167,6 +167,11 @@ class Device(ABC):
         """Capture what ``body`` submits to FORWARD, which is current inside. The caller has run ``body`` once before,
         so that nothing is set up or compiled during the capture. ``body`` must not wait for the device."""
 
+    def compile_ahead(self, walk: Callable[[], object]) -> bool:
+        """Compile the kernels that ``walk`` launches, several at a time, by calling it without them. Its results are
+        meaningless. Whether any was new to this machine; a device whose kernels need no compiling does not call it."""
+        return False
+
     def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:
         """Start a thread of the host, which ends when ``run`` returns. It submits nothing and records no Points. It
         waits for Points that it is given by :meth:`Stream.synchronize_from_worker`."""

@@ -9,6 +9,7 @@ is compiled when a number has a new value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # of addresses, in bytes; compiled kernels rely on it
 # The version of Triton whose launch functions can be called here, and how those declare their leading arguments.
@@ -89,6 +93,59 @@ class KernelVariant:
         bound = _bind(compiled, len(self.constants))
         if bound is not None:
             self._bound[key] = bound
+
+
+class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is allocated is zeros."""
+
+    _EMPTY = tuple(
+        getattr(torch.ops.aten, name)
+        for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func.overloadpacket in self._EMPTY else made
+
+
+def compile_ahead(walk: Callable[[], object], num_threads: int) -> int:
+    """Call ``walk`` without Triton's kernels: those that it would launch are compiled, ``num_threads`` at a time, and
+    nothing is launched. Returns when all are compiled: how many were not in Triton's cache on disk. One that cannot be
+    compiled is left to its first launch. 0 if this file does not know this version of Triton.
+
+    What the kernels would have written, ``walk``'s other operations see as zeros where it is newly allocated, so that
+    an index is in bounds. ``walk`` is called again to launch the kernels."""
+    if not triton.__version__.startswith(_KNOWN_VERSION):
+        return 0
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    run, launch, listener = JITFunction.run, KernelVariant.launch, knobs.compilation.listener
+    seen: set[tuple[object, ...]] = set()
+    compiled: list[str] = []
+
+    def compile_only(kernel: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        kinds = [(x.dtype, x.data_ptr() % _ALIGNMENT) if isinstance(x, torch.Tensor) else x for x in args]
+        key = (id(kernel), *kinds, *options.items())
+        if key not in seen:  # a layer launches what the others have launched
+            seen.add(key)
+            run(kernel, *args, grid=grid, warmup=True, **options)
+
+    def compile_variant(variant: KernelVariant, grid: Grid, tensors: Tensors, scalars: tuple[float, ...] = ()) -> None:
+        variant._kernel[grid](*tensors, *scalars, **variant.constants, **variant._options)
+
+    def count(*, src: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            compiled.append(src.name)
+
+    try:
+        JITFunction.run, KernelVariant.launch = compile_only, compile_variant  # type: ignore[method-assign, assignment]
+        knobs.compilation.listener = count
+        with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool, ignore_errors=True), _Zeroed():  # type: ignore[no-untyped-call]
+            walk()
+    finally:
+        JITFunction.run, KernelVariant.launch = run, launch  # type: ignore[method-assign]
+        knobs.compilation.listener = listener
+    return len(compiled)
 
 
 def _bind(compiled: Any, num_constants: int) -> _Bound | None:

@@ -153,6 +153,7 @@ class DecodeRunner(GraphRunner):
         self._same = comparison(device, SAME_COMPOSITION)
         self._filled: _Filled | None = None
         self._captured: dict[int, _Captured] = {}
+        self.is_new = False  # whether the model's kernels are, to this machine
         i64, f32 = torch.int64, torch.float32
         self.arena = Arena(
             device,
@@ -364,11 +365,28 @@ class DecodeRunner(GraphRunner):
 
     def capture(self, max_seq_len: int, show_progress: bool) -> None:
         """Capture every size for requests of up to ``max_seq_len`` tokens. Waits for the device."""
-        self._capture_sizes(lambda pool, size: self._capture_size(pool, size, max_seq_len), show_progress)
-
-    def _capture_size(self, pool: GraphPool, size: int, max_seq_len: int) -> Sequence[Graph]:
         with self._device.forward.active():  # what a plan allocates and writes, FORWARD then reads
-            plan = self._plan(size, max_seq_len)
+            plans = {size: self._plan(size, max_seq_len) for size in reversed(self._sizes)}
+        self._compile_ahead({size: plan for size, plan in plans.items() if plan is not None})
+        self._capture_sizes(lambda pool, size: self._capture_size(pool, size, plans[size], max_seq_len), show_progress)
+
+    def _compile_ahead(self, plans: Mapping[int, AttentionPlan]) -> None:
+        """Compile what the largest size launches and then, if that was new to rank 0, all others."""
+
+        def walk(sizes: Sequence[int]) -> None:
+            for size in sizes:
+                self._warm_up(size, plans[size])
+
+        sizes, shard = list(plans), self._model.context.shard
+        is_new = self._device.compile_ahead(lambda: walk(sizes[:1]))
+        with self._device.forward.active():
+            self.is_new = shard.of_first(b"new" if is_new else b"known") == b"new"
+        if self.is_new:
+            self._device.compile_ahead(lambda: walk(sizes[1:]))
+
+    def _capture_size(
+        self, pool: GraphPool, size: int, plan: AttentionPlan | None, max_seq_len: int
+    ) -> Sequence[Graph]:
         if plan is None:
             logger.warning(
                 "--cuda-graph-bs %d is left out: too much attention for a graph on this device, %d requests of up"

@@ -153,7 +153,8 @@ class ModelRunner:
                 for backend in {self.parts.attention.prefill, self.parts.draft_attention.prefill}:
                     backend.warm_up()
             with announced("warming up with prefill steps"):
-                warm_up(self.device, config, self.launch)
+                is_new = isinstance(self.decode, DecodeRunner) and self.decode.is_new
+                warm_up(self.device, config, self.launch, is_new)
 
     def _measure_steps(self, config: EngineConfig) -> StepCosts | MixedCosts | None:
         """See ``Worker.step_costs``; those that rank 0 has measured."""

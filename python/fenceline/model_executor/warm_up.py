@@ -76,15 +76,23 @@ _MIXED_DECODES, _MIXED_CONTEXT, _MIXED_PREFIX = 32, 2048, 4096
 Launch = Callable[[StepBatch], ForwardResult | HeldStep]
 
 
-def warm_up(device: Device, config: EngineConfig, launch: Launch) -> None:
-    """Run prefill steps with ``launch``, and draws on FORWARD, and wait for the device."""
+def warm_up(device: Device, config: EngineConfig, launch: Launch, is_new: bool = False) -> None:
+    """Run prefill steps with ``launch``, and draws on FORWARD, and wait for the device. ``is_new``: compile what they
+    launch first."""
+
+    def run() -> int:
+        num_steps = 0
+        for batch in _extend_batches(config):
+            _launched(launch, batch).wait()
+            num_steps += 1
+        with device.forward.active():
+            _warm_up_sampler(device, config)
+        return num_steps
+
     begin = time.perf_counter()
-    num_steps = 0
-    for batch in _extend_batches(config):
-        _launched(launch, batch).wait()
-        num_steps += 1
-    with device.forward.active():
-        _warm_up_sampler(device, config)
+    if is_new:
+        device.compile_ahead(run)
+    num_steps = run()
     device.synchronize()
     logger.info("Warmed up with %d prefill steps in %.1f s", num_steps, time.perf_counter() - begin)
 

@@ -24,7 +24,14 @@ from fenceline.layers.cuda_layers import TRITON, _programmatic
 from fenceline.layers.forward_batch import BlockQueries
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOutputs, NextRow, Pieces
-from fenceline.layers.kernels.triton import activation, extend_attention, rms_norm, rotate_store, select_blocks
+from fenceline.layers.kernels.triton import (
+    activation,
+    extend_attention,
+    rms_norm,
+    rotate_store,
+    select_blocks,
+    skinny_gemm,
+)
 from fenceline.layers.kernels.triton import decode_prologue as decode_prologue_triton
 from fenceline.layers.kernels.triton import sample as sample_triton
 from fenceline.layers.kernels.triton import speculative_step as step_triton
@@ -91,6 +98,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         extend_attention._extend_kernel,
         select_blocks._coarse_kernel,
         select_blocks._score_kernel,
+        skinny_gemm._rows_kernel,
         rotate_store._rotate_and_store_kernel,
         decode_prologue_triton._decode_prologue_kernel,
         sample_triton._piece_kernel,
@@ -269,6 +277,65 @@ def test_prompts_of_all_lengths_share_the_kernel_of_their_attention(gpu: Recorde
         starts, grid = torch.tensor([0, length], dtype=torch.int32), extend_attention.ExtendGrid(-(-length // 32), 1)
         extend_attention.extend_attention(q, q, q, requests, starts, grid, 0.3, config)
     assert gpu.through_triton == 1
+
+
+@needs_known_triton
+def test_what_is_compiled_ahead_is_launched_without_compiling(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever way a kernel is launched; once for all sizes that share it, and only the first start finds it new."""
+    weight, w = torch.ones(64, dtype=BF16), torch.ones(32, 64, dtype=BF16)
+    config = skinny_gemm.TritonConfig(16, 32, 4)
+
+    def run() -> None:
+        for num_rows in (3, 17, 3):
+            x = rms_norm.rms_norm(torch.ones(num_rows, 64, dtype=BF16), weight, 1e-5)
+            skinny_gemm.skinny_linear(x, w, config)
+
+    assert launcher.compile_ahead(run, 2) == 3 and gpu.launches == []
+    compiled: list[object] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **which: compiled.append(which))
+    run()
+    assert len(gpu.launches) == 6 and compiled == []
+    for kernel in (rms_norm._rms_norm_kernel, skinny_gemm._rows_kernel):
+        kernel.device_caches.clear()
+    assert launcher.compile_ahead(run, 2) == 0
+
+
+@needs_known_triton
+def test_what_is_not_written_ahead_is_zeros(gpu: Recorder) -> None:
+    """So that operations which index by a kernel's result stay in bounds; bound kernels are not launched either."""
+    x, weight, found = torch.ones(3, 64, dtype=BF16), torch.ones(64, dtype=BF16), []
+    rms_norm.rms_norm(x, weight, 1e-5)
+
+    def run() -> None:
+        normalised = rms_norm.rms_norm(x, weight, 1e-5)
+        found.extend([normalised, x.new_empty(9), torch.empty(5, 1 << 10), torch.empty_like(x)])
+
+    with torch.inference_mode():
+        launcher.compile_ahead(run, 1)
+    assert len(found) == 4 and not any(tensor.any() for tensor in found) and len(gpu.launches) == 1
+    rms_norm.rms_norm(x, weight, 1e-5)
+    assert len(gpu.launches) == 2
+
+
+@needs_known_triton
+def test_a_kernel_that_cannot_be_compiled_fails_at_its_launch(gpu: Recorder) -> None:
+    variant = launcher.KernelVariant(broken, {}, num_warps=1)
+
+    def run() -> None:
+        variant.launch((1,), (torch.zeros(16),))
+
+    assert launcher.compile_ahead(run, 1) == 0
+    with pytest.raises(triton.compiler.errors.CompilationError):
+        run()
+    with pytest.raises(ZeroDivisionError):
+        launcher.compile_ahead(lambda: print(1 // 0), 1)
+    rms_norm.rms_norm(torch.ones(3, 64), torch.ones(64), 1e-5)
+    assert len(gpu.launches) == 1, "as before"
+
+
+@triton.jit
+def broken(x):  # type: ignore[no-untyped-def]
+    triton.language.store(x, undefined)  # type: ignore[name-defined]  # noqa: F821
 
 
 @needs_known_triton

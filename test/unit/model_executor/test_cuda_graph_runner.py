@@ -308,6 +308,38 @@ def test_a_changed_batch_is_filled_once() -> None:
     assert runner.decode.arena.num_fills == 20 and graphs_of(runner).stats.replays == 20
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_kernels_of_all_sizes_are_compiled_before_the_first_capture(
+    monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """Those of the largest size tell whether the model's kernels are new to the machine; if not, the others are left
+    to the captures. What is walked ahead changes no result."""
+    expected = play(runner_of(), batches := random_trace(3, 12, SHAPE))
+    order: list[object] = []
+    warm_up, capture = DecodeRunner._warm_up, CpuDevice.capture
+
+    def walked(self: DecodeRunner, size: int, plan: AttentionPlan) -> None:
+        order.append(size)
+        warm_up(self, size, plan)
+
+    def compile_ahead(self: CpuDevice, walk: Callable[[], object]) -> bool:
+        walk()
+        return is_new
+
+    def captured(self: CpuDevice, name: str, *rest: object) -> object:
+        order.append(name)
+        return capture(self, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecodeRunner, "_warm_up", walked)
+    monkeypatch.setattr(CpuDevice, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(CpuDevice, "capture", captured)
+    runner = runner_of()
+    first = order.index("decode[8]")
+    assert order[:first] == [8, *([4, 2, 1] if is_new else []), 8]
+    assert graphs_of(runner).is_new is is_new
+    assert first_difference(expected, play(runner, batches)) == ""
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_capture_shows_its_progress_on_a_terminal(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, terminal: bool

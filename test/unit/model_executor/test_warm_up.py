@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from scheduler_driver import answers, make_model_driver, request
@@ -20,7 +22,7 @@ def greetings() -> list[TokenizedGenerateReq]:
 
 
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 48, "num_rows": 3}])
-def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
+def test_only_the_sink_is_touched(flags: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_model_driver(memory_check="order", max_total_tokens=4096, **flags)
     expected = answers(make_model_driver(max_total_tokens=4096, **flags), greetings())
     runner, config = driver.worker, driver.config
@@ -37,7 +39,16 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
         runner.kv_pool.row(layer, "v")[page_size:].fill_(7)
     runner.req_pool.last_tokens[1:].fill_(-3)
     page_table = runner.req_pool.page_table.clone()
-    warm_up(runner.device, config, launch)
+    ahead: list[int] = []
+
+    def compile_ahead(walk: Callable[[], object]) -> bool:  # of a device whose kernels are new to the machine
+        walk()
+        ahead.append(len(batches))
+        return True
+
+    monkeypatch.setattr(runner.device, "compile_ahead", compile_ahead)
+    warm_up(runner.device, config, launch, is_new=True)
+    assert len(batches) == 2 * ahead[0] > 0, "what is launched is compiled ahead"
 
     most = config.chunked_prefill_size or config.max_prefill_tokens
     sizes = {batch.num_prompt_tokens for batch in batches}
