@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from recurrence_cases import KINDS, LARGE, UNDONE, Kind, check_steps, empty_states
+from recurrence_cases import KINDS, LARGE, Kind, check_steps, empty_states
 
 from fenceline.layers.kernels import recurrence as reference
 from fenceline.layers.kernels.triton import recurrence as kernels
@@ -76,7 +76,7 @@ def test_a_decode_step_in_a_graph_has_the_same_bits() -> None:
     length = 70
     x, decays, beta = (tensor.cuda() for tensor in kind.inputs(length, 1))
     with torch.device("cuda"):
-        first, second = empty_states([kind.spec, kind.spec], 3, UNDONE)
+        first, second = empty_states([kind.spec, kind.spec], 3)
     rows = StateRows(
         starts=torch.zeros(2, dtype=torch.int64, device="cuda"),
         absorbed=torch.zeros(2, dtype=torch.int64, device="cuda"),

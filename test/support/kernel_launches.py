@@ -221,27 +221,23 @@ def _recurrences() -> Iterator[Launch]:
         operands = (_random(tokens, 3, 20), _random(tokens, 3, 20), *weights, out := _random(tokens, 3, 20))
         name = f"gated_norm {tokens}, {'with' if has_skip else 'without'} a skip"
         yield Launch(name, accesses.gated_norm, operands, run_norm, [out])
-    # Of three requests the first one fills a block in the middle, the second begins with another's state.
-    starts, lens = torch.tensor([70, 64, 0]), [60, 2, 5]
-    rows = (
-        starts,
-        starts // GRID * GRID,
-        torch.tensor([0, *accumulate(lens)], dtype=torch.int32),
-        torch.tensor([3, 1, 4]),
-    )
-    for has_all in (True, False):
+    # Of three requests the first one fills a block, the second begins with another's state.
+    for has_all, first, lens in ((True, 70, [60, 2, 5]), (False, 70, [60, 2, 5]), (True, 127, [1, 1, 1])):
+        starts = torch.tensor([first, 64, 0])
+        bounds = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+        rows = starts, starts // GRID * GRID, bounds, torch.tensor([3, 1, 4])
         channels, num_tokens = 40, sum(lens)
         state = _random(6, 3, channels), _random(6, 3, channels)
         out = _random(num_tokens, channels)
 
-        def convolve(pdl: bool, x: Any, weight: Any, bias: Any, *rest: Any) -> None:
+        def convolve(pdl: bool, x: Any, weight: Any, bias: Any, *rest: Any, lens: list[int] = lens) -> None:
             *given, columns, ring, _ = rest
             state = {"conv": columns, "x": ring}
             recurrence.short_convolution(x, weight, bias, True, state, _state_rows(given, lens), pdl)
 
         x = _random(num_tokens, channels + 8)[:, 4:-4]  # a part of what a projection makes
         operands = (x, _random(channels, 4), _random(channels) if has_all else None)
-        name = f"short_convolution, {'with' if has_all else 'without'} a bias"
+        name = f"short_convolution {sum(lens)}, {'with' if has_all else 'without'} a bias"
         yield Launch(name, accesses.short_convolution, (*operands, *rows, *state, out), convolve, [out])
         sizes = (num_tokens, 1, 12), (num_tokens, 1, 12), (num_tokens, 2, 20), (num_tokens, 2)
         q, k, v, decays = (_random(*size) / 4 for size in sizes)
@@ -249,12 +245,12 @@ def _recurrences() -> Iterator[Launch]:
         kept = _random(6, 2, 12, 20), _random(6, 64, 1, 12) / 4, _random(6, 64, 2, 20), -torch.rand(6, 64, 2)
         out = torch.empty_like(v)
 
-        def recur(pdl: bool, q: Any, k: Any, v: Any, decays: Any, beta: Any, *rest: Any) -> None:
+        def recur(pdl: bool, q: Any, k: Any, v: Any, decays: Any, beta: Any, *rest: Any, lens: Any = lens) -> None:
             *given, matrix, keys, values, kept_decays, _ = rest
             state = {"matrix": matrix, "k": keys, "d": values, "decay": kept_decays}
             recurrence.recurrence(q, k, v, decays, beta, state, _state_rows(given, lens), pdl)
 
-        name = f"recurrence, {'with' if has_all else 'without'} a delta rule"
+        name = f"recurrence {sum(lens)}, {'with' if has_all else 'without'} a delta rule"
         yield Launch(name, accesses.recurrence, (q, k, v, -decays.abs(), beta, *rows, *kept, out), recur, [out])
 
 

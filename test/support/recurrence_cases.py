@@ -141,8 +141,9 @@ def token_by_token(kind: Kind, inputs: list[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def check_steps(kind: Kind, arithmetic: Arithmetic, device: str = "cpu") -> None:
-    """Requests in steps of all kinds, with drafts that are undone and a padded row, in slots full of NaN: each has the
-    bits that it has alone in one step, which are near those of torch's operators, also in its state."""
+    """Requests in steps of all kinds, with drafts that are undone and a padded row, in slots full of NaN, and token by
+    token where nothing is undone: each has the bits that it has alone in one step, which are near those of torch's
+    operators, also in its state."""
     random = Random(1)
     lengths = 2 * GRID + 21, 50, GRID
     requests = [kind.inputs(length, seed) for seed, length in enumerate(lengths)]
@@ -172,11 +173,19 @@ def check_steps(kind: Kind, arithmetic: Arithmetic, device: str = "cpu") -> None
             (own_state,) = empty_states([kind.spec], 2, UNDONE)
         (whole,) = step(kind, own_state, [(1, inputs, 0, 0, lengths[i])], arithmetic=arithmetic)
         assert torch.equal(torch.cat(found[i]), whole)
+        with torch.device(device):
+            (decoded,) = empty_states([kind.spec], 2)
+        tokens = [
+            step(kind, decoded, [(1, inputs, t // GRID * GRID, t, t + 1)], True, arithmetic)[0]
+            for t in range(len(whole))
+        ]
+        assert torch.equal(torch.cat(tokens), whole)
         expected, left = alone(kind, inputs)
         torch.testing.assert_close(whole, expected, atol=5e-6, rtol=1e-5)
         if lengths[i] >= GRID:
             for name in ("matrix", "conv"):
                 torch.testing.assert_close(own_state[name][1].cpu(), left[name][1], atol=1e-5, rtol=1e-5)
         if absorbed[i] and absorbed[i] == lengths[i] // GRID * GRID:
-            assert torch.equal(state["matrix"][i + 1], own_state["matrix"][1])
+            for other in (state["matrix"][i + 1], decoded["matrix"][1]):
+                assert torch.equal(other, own_state["matrix"][1])
             assert torch.equal(state["conv"][i + 1], own_state["conv"][1])

@@ -51,12 +51,13 @@ class KernelVariant:
         num_warps: int,
         pdl: bool = False,
         num_stages: int | None = None,
+        **options: int,
     ) -> None:
         """``kernel``: a ``triton.jit`` function. ``pdl``: programmatic dependent launch, see ``rms_norm``.
-        ``num_stages``: pipeline stages of its loops; None: Triton's default."""
+        ``num_stages``: pipeline stages of its loops; None: Triton's default. ``options``: others of its compiler."""
         self.constants = dict(constants)
         self._kernel = kernel
-        self._options: dict[str, int | bool] = {"num_warps": num_warps, "launch_pdl": pdl}
+        self._options: dict[str, int | bool] = {"num_warps": num_warps, "launch_pdl": pdl} | options
         if num_stages is not None:
             self._options["num_stages"] = num_stages
         self._bound: dict[tuple[object, ...], _Bound] = {}

@@ -53,6 +53,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     heads |= {"DECAY_SLOT": 2048, "DECAYS": 1, "GRID": 64}
     blocks = {"V": 128, "BLOCK_V": 64, "MATRIX_SLOT": 1 << 19, "D_SLOT": 64 * 4096, "KEPT": True, "HAS_BETA": True}
     blocks |= {"CHUNK": kernels._BLOCK_FEATURES, "PRECISION": kernels._PRECISION, "scratch": None}
+    blocks |= {"ONE": False, "STAGES": kernels._STAGES}
     inputs = {"KEY_HEADS": 16, "REPEATS": 2, "BLOCK_REPEATS": 2, "K": 128, "BLOCK_K": 128, "VALUES": 256}
     norm = {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8, "SILU": True, "OWN_WEIGHTS": False}
     norm |= {"SKIP_ROW": 0, "SKIP_DIM": 0, "inputs": None, "factors": None}
@@ -83,7 +84,9 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
         (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
         (kernels._recurrence_kernel, 4, heads | blocks | groups, {"out": "*fp32"}),
         (kernels._recurrence_kernel, 4, heads | blocks | {"DECAYS": 128}, {"out": "*fp32"}),
-        (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128}, {}),
+        (kernels._recurrence_kernel, kernels._WARPS, heads | blocks | {"ONE": True}, {"out": "*fp32"}),
+        (kernels._recurrence_kernel, kernels._WARPS, heads | blocks | groups | {"ONE": True}, {"out": "*fp32"}),
+        (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128, "KEPT": True}, {}),
         (kernels._gated_norm_kernel, 4, norm, {"x": "*fp32"}),
         (kernels._gated_norm_kernel, 4, grouped, {"x": "*fp32"}),
         (kernels._mamba_inputs_kernel, 4, mamba, {"v": "*fp32"}),

@@ -22,6 +22,7 @@ from fenceline.memory_order.triton_launcher import KernelVariant
 _BLOCK_TOKENS, _BLOCK_CHANNELS = 32, 128
 _BLOCK_VALUES = 64  # features of values in a program
 _BLOCK_FEATURES = 32  # of keys, in a product
+_STAGES, _WARPS, _REGISTERS = 4, 4, 168  # for one token of each request
 _BLOCK_ROWS, _BLOCK_ELEMENTS = 8, 1024  # of the gated norm
 _PRECISION = "tf32x3"  # three products of a tensor core, which together are as exact as float32
 
@@ -75,8 +76,10 @@ def short_convolution(
 
 
 @cache
-def _variant(kernel: object, constants: tuple[tuple[str, int | bool | str], ...], num_warps: int = 4) -> KernelVariant:
-    return KernelVariant(kernel, dict(constants), num_warps)  # type: ignore[arg-type]
+def _variant(
+    kernel: object, constants: tuple[tuple[str, int | bool | str], ...], num_warps: int = 4, **options: int
+) -> KernelVariant:
+    return KernelVariant(kernel, dict(constants), num_warps, **options)  # type: ignore[arg-type]
 
 
 @triton.jit
@@ -246,6 +249,7 @@ def recurrence(
     ring = state["k"].shape[1]
     block_values = max(min(triton.next_power_of_2(value_dim), _BLOCK_VALUES), 16)
     out = torch.empty_like(v)
+    one = rows.kept and ring == GRID and decays.dim() == 2 and int(rows.query_lens_cpu.max()) == 1
     constants = {
         "HEADS": heads,
         "KEY_HEADS": key_heads,
@@ -263,17 +267,22 @@ def recurrence(
         "CHUNK": _BLOCK_FEATURES,
         "PRECISION": _PRECISION,
         "GRID": GRID,
+        "ONE": one,
+        "STAGES": _STAGES,
     }
     kept = (state["matrix"], state["k"], state["d"], state["decay"])
-    variant = _variant(_recurrence_kernel, tuple(constants.items()))
+    options = {"num_warps": _WARPS, "maxnreg": _REGISTERS} if one else {}
+    # Where products and sums are fused, the forms of a step may differ.
+    variant = _variant(_recurrence_kernel, tuple(constants.items()), **options, enable_fp_fusion=False)
     grid = (len(rows.slots), heads, -(-value_dim // block_values))
     scratch = None if rows.kept else v.new_empty(len(rows.slots), heads, key_dim, value_dim)
     variant.launch(grid, (q, k, v, decays, beta, *kept, scratch, *_operands(rows), out))
-    if rows.kept and rows.query_lens_cpu.max() > 1:
-        names = ("HEADS", "KEY_HEADS", "K", "RING", "K_SLOT", "DECAY_SLOT", "DECAYS", "GRID")
+    if not one:
+        names = ("HEADS", "KEY_HEADS", "K", "RING", "K_SLOT", "DECAY_SLOT", "DECAYS", "GRID", "KEPT")
         block = ("BLOCK_K", triton.next_power_of_2(key_dim))
         variant = _variant(_keep_rows_kernel, (*((name, constants[name]) for name in names), block))
-        variant.launch((len(rows.slots), heads), (k, decays, state["k"], state["decay"], *_operands(rows)))
+        tensors = (k, decays, state["k"], state["decay"], rows.starts, rows.query_starts, rows.slots)
+        variant.launch((len(rows.slots), heads), tensors)
     return out
 
 
@@ -290,11 +299,15 @@ def _key_features(
     """Some features of the keys of ``rows`` of a block, [rows, features]: those before ``low`` are kept, those before
     ``high`` are of this step, and zeros. ``first``: where the block's token 0 is on the T axis, were it of this
     step."""
-    live = (features < K)[None, :]
-    old = kept + ((base + rows) % RING)[:, None] * ROW + features[None, :]
-    own = new + (first + rows)[:, None] * ROW + features[None, :]
-    is_own = (rows >= low) & (rows < high)
-    return tl.load(old, (rows < low)[:, None] & live, 0.0) + tl.load(own, is_own[:, None] & live, 0.0)
+    old, own = kept + _places(base, rows, RING)[:, None] * ROW, new + first * ROW + rows[:, None] * ROW
+    place = tl.where((rows < low)[:, None], old, own) + features[None, :]
+    return tl.load(place, (rows < high)[:, None] & (features < K)[None, :], 0.0)
+
+
+@triton.jit
+def _places(base, rows, RING: tl.constexpr):
+    """Where the ring has the rows of a block."""
+    return ((base % RING).to(tl.int32) + rows) % RING
 
 
 @triton.jit
@@ -310,29 +323,30 @@ def _sum_of(
 
 @triton.jit
 def _sums_after(
-    new, kept, rows, base, first, low, high, features, K: tl.constexpr, ROW: tl.constexpr, RING: tl.constexpr
+    new, kept, rows, base, first, low, high, features, K: tl.constexpr, ROW: tl.constexpr, RING: tl.constexpr, end
 ):
-    """The sums of decays from behind each of 16 ``rows`` to the last of them, [rows, features]."""
+    """The sums of decays from behind each of ``rows`` to before ``end``, [rows, features]."""
     following = _key_features(new, kept, rows + 1, base, first, low, high, features, K, ROW, RING)
-    is_last = (rows % 16 == 15)[:, None]
-    return tl.cumsum(tl.where(is_last, 0.0, following), 0, reverse=True)
+    return tl.cumsum(tl.where((rows + 1 < end)[:, None], following, 0.0), 0, reverse=True)
 
 
 @triton.jit
 def _scores(
-    new_q, new_k, kept_k, new_decay, kept_decay, rows, others, base, first, low, high, FOR_KEYS: tl.constexpr,
-    DIAGONAL: tl.constexpr, DECAYS: tl.constexpr, DECAY_ROW: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr,
-    RING: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, GRID: tl.constexpr,
+    new_q, new_k, kept_k, new_decay, kept_decay, rows, others, base, first, low, high, before,
+    FOR_KEYS: tl.constexpr, DIAGONAL: tl.constexpr, DECAYS: tl.constexpr, DECAY_ROW: tl.constexpr, K: tl.constexpr,
+    ROW: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of the queries, and of the keys, of 16 ``rows`` with the keys of ``others``, which are 16 earlier ones
-    or, in the diagonal, the same. If each feature has its own decay, it is part of the products: of exponentials of
-    sums that are at most 0, none of which is the difference of two large ones."""
+    """Products of the queries, and of the keys, of 16 ``rows`` with the keys of ``others``: all rows of the block, of
+    which those from ``before`` on count as zeros, or, in the diagonal, the same 16. If each feature has its own decay,
+    it is part of the products: of exponentials of sums that are at most 0, none of which is the difference of two large
+    ones."""
     of_queries = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
     of_keys = tl.zeros((rows.shape[0], others.shape[0]), tl.float32)
     is_new = (rows >= low) & (rows < high)
+    low_other, high_other = tl.minimum(low, before), tl.minimum(high, before)
     for chunk in range(0, K, CHUNK):
         features = chunk + tl.arange(0, CHUNK)
-        other = _key_features(new_k, kept_k, others, base, first, low, high, features, K, ROW, RING)
+        other = _key_features(new_k, kept_k, others, base, first, low_other, high_other, features, K, ROW, RING)
         place = new_q + (first + rows)[:, None] * ROW + features[None, :]
         queries = tl.load(place, is_new[:, None] & (features < K)[None, :], 0.0)
         keys = queries
@@ -354,15 +368,14 @@ def _scores(
                     of_keys += tl.where(is_here, tl.sum(keys * key, 1)[:, None], 0.0)
         else:
             if DECAYS > 1:
-                growth = tl.cumsum(decays, 0) + _sum_of(
-                    new_decay, kept_decay, tl.max(others, 0) + 1, tl.min(rows, 0), base, first, low, high, features,
-                    K, DECAY_ROW, RING, GRID,
-                )  # fmt: skip
-                growth = tl.exp(growth)
+                growth = tl.exp(tl.cumsum(decays, 0))
                 queries, keys = queries * growth, keys * growth
                 other *= tl.exp(
-                    _sums_after(new_decay, kept_decay, others, base, first, low, high, features, K, DECAY_ROW, RING)
-                )
+                    _sums_after(
+                        new_decay, kept_decay, others, base, first, low_other, high_other, features,
+                        K, DECAY_ROW, RING, before,
+                    )
+                )  # fmt: skip
             of_queries = tl.dot(queries, tl.trans(other), of_queries, input_precision=PRECISION)
             if FOR_KEYS:
                 of_keys = tl.dot(keys, tl.trans(other), of_keys, input_precision=PRECISION)
@@ -375,7 +388,7 @@ def _recurrence_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     RING: tl.constexpr, MATRIX_SLOT: tl.constexpr, K_SLOT: tl.constexpr, D_SLOT: tl.constexpr,
     DECAY_SLOT: tl.constexpr, KEPT: tl.constexpr, HAS_BETA: tl.constexpr, DECAYS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, GRID: tl.constexpr,
+    PRECISION: tl.constexpr, GRID: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program computes some features of a head's values, for all tokens of a request. Its part of the matrix and
     the rows ``d`` of the ring are its own, so that it may overwrite them; keys and decays it shares with other
@@ -408,17 +421,74 @@ def _recurrence_kernel(
         kept_d = ring_d + slot * D_SLOT + head * V
         kept_decay, new_decay = ring_decay + slot * DECAY_SLOT + head * DECAYS, decays + head * DECAYS
         new_k, new_q, new_v = k + key_head * K, q + key_head * K, v + head * V
-        for block in range((end - absorbed + GRID - 1) // GRID):
+        blocks = 1
+        if not ONE:
+            blocks = (end - absorbed + GRID - 1) // GRID
+        for block in range(blocks):
             base = absorbed + block * GRID
             first = begin + base - start
-            low = tl.minimum(tl.maximum(start - base, 0), GRID)
-            high = tl.minimum(end - base, GRID)
+            low = tl.minimum(tl.maximum(start - base, 0), GRID).to(tl.int32)
+            high = tl.minimum(end - base, GRID).to(tl.int32)
             if DECAYS == 1:
-                old = tl.load(kept_decay + (base + in_block) % RING * HEADS, mask=in_block < low, other=0.0)
+                old = tl.load(kept_decay + _places(base, in_block, RING) * HEADS, mask=in_block < low, other=0.0)
                 own = (in_block >= low) & (in_block < high)
-                decay = old + tl.load(new_decay + (first + in_block) * HEADS, mask=own, other=0.0)
+                decay = old + tl.load(new_decay + first * HEADS + in_block * HEADS, mask=own, other=0.0)
                 sums = tl.cumsum(decay.to(tl.float64), 0)
-            if low < high:
+            if ONE and low < high:
+                # The same sums as below. The one tile has the new token's key in its row and its query 8 rows off.
+                before = low // ROWS * ROWS
+                rows = before + local
+                is_key, is_query = (rows == low)[:, None], (rows == (low ^ 8))[:, None]
+                to_row = tl.sum(tl.where(in_block == low, sums, 0.0), 0)
+                growth, between = tl.exp(to_row.to(tl.float32)), tl.exp((to_row - sums).to(tl.float32))
+                wanted = tl.load(new_v + begin * VALUE_ROW + values[None, :], of_values, 0.0)
+                share = 1.0
+                if HAS_BETA:
+                    share = tl.load(beta + begin * HEADS + head)
+                scores = tl.zeros((ROWS, GRID), tl.float32)
+                result = tl.zeros((ROWS, BLOCK_V), tl.float32)
+                for chunk in tl.range(0, K, CHUNK, num_stages=STAGES):
+                    features = chunk + tl.arange(0, CHUNK)
+                    live = features < K
+                    place_s = current + features[:, None] * V + values[None, :]
+                    carried = tl.load(place_s, ((base > 0) & live)[:, None] & of_values, 0.0)
+                    others = _key_features(
+                        new_k, kept_k, in_block, base, first, low, high, features, K, KEY_ROW, RING
+                    )  # fmt: skip
+                    pair = tl.load(new_q + begin * KEY_ROW + features[None, :], is_query & live[None, :], 0.0)
+                    pair += tl.load(new_k + begin * KEY_ROW + features[None, :], is_key & live[None, :], 0.0)
+                    place_k = kept_k + _places(base, rows, RING)[:, None] * KEY_ROW + features[None, :]
+                    tl.store(place_k, pair, is_key & live[None, :] & (part == 0) & (head % (HEADS // KEY_HEADS) == 0))
+                    scores = tl.dot(pair, tl.trans(others), scores, input_precision=PRECISION)
+                    result = tl.dot(pair, carried, result, input_precision=PRECISION)
+                place_d = kept_d + _places(base, in_block, RING)[:, None] * VALUE_ROW + values[None, :]
+                earlier = tl.load(place_d, (in_block < before)[:, None] & of_values, 0.0)
+                result *= growth
+                scores *= between[None, :]
+                if HAS_BETA:
+                    wanted = share * (wanted - result)
+                    scores = tl.where(is_key, scores * share, scores)
+                known = tl.dot(tl.where((in_block < before)[None, :], scores, 0.0), earlier, input_precision=PRECISION)
+                result += known
+                if HAS_BETA:
+                    wanted -= known
+                place = kept_d + _places(base, rows, RING)[:, None] * VALUE_ROW + values[None, :]
+                newest = tl.load(place, (rows < low)[:, None] & of_values, 0.0)
+                written = newest + tl.where(is_key, wanted, 0.0)
+                if HAS_BETA:
+                    of_key = _sums_at(rows, in_block, tl.sum(tl.where(is_key, scores, 0.0), 0))
+                    change = tl.sum(tl.where(rows < low, of_key, 0.0)[:, None] * written, 0)
+                    written -= tl.where(is_key, change[None, :], 0.0)
+                of_query = _sums_at(rows, in_block, tl.sum(tl.where(is_query, scores, 0.0), 0))
+                of_query = tl.where(is_query & (rows <= low)[None, :], of_query[None, :], 0.0)
+                result += tl.dot(of_query, written, input_precision=PRECISION)
+                place_o = out + begin * VALUE_ROW + head * V + values[None, :]
+                tl.store(place_o + local[:, None] * 0, result, is_query & of_values)
+                tl.store(place, written, is_key & of_values)
+                if part == 0:
+                    tl.store(kept_decay + _places(base, low, RING) * HEADS, tl.load(new_decay + begin * HEADS))
+                tl.debug_barrier()  # other threads read this row
+            elif low < high:
                 for sub in range(low // ROWS, (high + ROWS - 1) // ROWS):
                     rows = sub * ROWS + local
                     is_new = (rows >= low) & (rows < high)
@@ -445,43 +515,49 @@ def _recurrence_kernel(
                                         K, DECAY_ROW, RING, GRID,
                                     )
                                 )  # fmt: skip
-                            place = new_q + (first + rows)[:, None] * KEY_ROW + features[None, :]
-                            queries = tl.load(place, is_new[:, None] & live[None, :], 0.0) * growth
+                            place = new_q + first * KEY_ROW + rows[:, None] * KEY_ROW + features[None, :]
+                            queries = tl.load(place, is_new[:, None] & live[None, :], 0.0)
+                            if DECAYS > 1:
+                                queries *= growth
                             result = tl.dot(queries, carried, result, input_precision=PRECISION)
                             if HAS_BETA:
                                 keys = _key_features(
                                     new_k, kept_k, rows, base, first, low, high, features, K, KEY_ROW, RING
                                 )
-                                known = tl.dot(keys * growth, carried, known, input_precision=PRECISION)
-                    place = new_v + (first + rows)[:, None] * VALUE_ROW + values[None, :]
+                                if DECAYS > 1:
+                                    keys *= growth
+                                known = tl.dot(keys, carried, known, input_precision=PRECISION)
+                        if DECAYS == 1:
+                            result, known = result * growth, known * growth
+                    place = new_v + first * VALUE_ROW + rows[:, None] * VALUE_ROW + values[None, :]
                     wanted = tl.load(place, is_new[:, None] & of_values, 0.0)
                     if HAS_BETA:
-                        share = tl.load(beta + (first + rows) * HEADS + head, mask=is_new, other=0.0)[:, None]
+                        share = tl.load(beta + first * HEADS + rows * HEADS + head, mask=is_new, other=0.0)[:, None]
                         wanted = share * (wanted - known)
-                    for before in range(sub):
-                        others = before * ROWS + local
-                        of_queries, of_keys = _scores(
-                            new_q, new_k, kept_k, new_decay, kept_decay, rows, others, base, first, low, high,
-                            HAS_BETA, False, DECAYS, DECAY_ROW, K, KEY_ROW, RING, CHUNK, PRECISION, GRID,
+                    if sub > 0:
+                        before = sub * ROWS
+                        before_queries, before_keys = _scores(
+                            new_q, new_k, kept_k, new_decay, kept_decay, rows, in_block, base, first, low, high,
+                            before, HAS_BETA, False, DECAYS, DECAY_ROW, K, KEY_ROW, RING, CHUNK, PRECISION,
                         )  # fmt: skip
                         if DECAYS == 1:
-                            to_other = _sums_at(others, in_block, sums)
-                            between = tl.exp((to_row[:, None] - to_other[None, :]).to(tl.float32))
-                            of_queries, of_keys = of_queries * between, of_keys * between
-                        place = kept_d + ((base + others) % RING)[:, None] * VALUE_ROW + values[None, :]
-                        written = tl.load(place, of_values, 0.0)
-                        result += tl.dot(of_queries, written, input_precision=PRECISION)
+                            until = tl.exp((to_row[:, None] - sums[None, :]).to(tl.float32))
+                            until = tl.where((in_block < before)[None, :], until, 0.0)
+                            before_queries, before_keys = before_queries * until, before_keys * until
+                        place_d = kept_d + _places(base, in_block, RING)[:, None] * VALUE_ROW + values[None, :]
+                        earlier = tl.load(place_d, (in_block < before)[:, None] & of_values, 0.0)
+                        result += tl.dot(before_queries, earlier, input_precision=PRECISION)
                         if HAS_BETA:
-                            wanted -= tl.dot(of_keys * share, written, input_precision=PRECISION)
+                            wanted -= tl.dot(before_keys * share, earlier, input_precision=PRECISION)
                     of_queries, of_keys = _scores(
-                        new_q, new_k, kept_k, new_decay, kept_decay, rows, rows, base, first, low, high,
-                        HAS_BETA, True, DECAYS, DECAY_ROW, K, KEY_ROW, RING, CHUNK, PRECISION, GRID,
+                        new_q, new_k, kept_k, new_decay, kept_decay, rows, rows, base, first, low, high, GRID,
+                        HAS_BETA, True, DECAYS, DECAY_ROW, K, KEY_ROW, RING, CHUNK, PRECISION,
                     )  # fmt: skip
                     if DECAYS == 1:
                         between = tl.exp((to_row[:, None] - to_row[None, :]).to(tl.float32))
                         of_queries, of_keys = of_queries * between, of_keys * between
                     is_old = (rows < low)[:, None]
-                    place = kept_d + ((base + rows) % RING)[:, None] * VALUE_ROW + values[None, :]
+                    place = kept_d + _places(base, rows, RING)[:, None] * VALUE_ROW + values[None, :]
                     written = tl.load(place, is_old & of_values, 0.0) + tl.where(is_old, 0.0, wanted)
                     if HAS_BETA:
                         scores = tl.where(local[:, None] > local[None, :], of_keys * share, 0.0)
@@ -494,7 +570,9 @@ def _recurrence_kernel(
                     scores = tl.where(local[:, None] >= local[None, :], of_queries, 0.0)
                     result += tl.dot(scores, written, input_precision=PRECISION)
                     store = is_new[:, None] & of_values
-                    tl.store(out + (first + rows)[:, None] * VALUE_ROW + head * V + values[None, :], result, store)
+                    tl.store(
+                        out + first * VALUE_ROW + rows[:, None] * VALUE_ROW + head * V + values[None, :], result, store
+                    )
                     tl.store(place, written, store)
                     tl.debug_barrier()  # other threads read these rows
             if base + GRID <= end:
@@ -526,7 +604,8 @@ def _recurrence_kernel(
                         else:
                             growth = tl.exp(
                                 _sums_after(
-                                    new_decay, kept_decay, rows, base, first, low, high, features, K, DECAY_ROW, RING
+                                    new_decay, kept_decay, rows, base, first, low, high, features,
+                                    K, DECAY_ROW, RING, (sub + 1) * ROWS,
                                 )
                                 + _sum_of(
                                     new_decay, kept_decay, (sub + 1) * ROWS, GRID, base, first, low, high, features,
@@ -534,62 +613,41 @@ def _recurrence_kernel(
                                 )
                             )  # fmt: skip
                         keys = _key_features(new_k, kept_k, rows, base, first, low, high, features, K, KEY_ROW, RING)
-                        place_d = kept_d + ((base + rows) % RING)[:, None] * VALUE_ROW + values[None, :]
+                        place_d = kept_d + _places(base, rows, RING)[:, None] * VALUE_ROW + values[None, :]
                         written = tl.load(place_d, of_values, 0.0)
                         carried += tl.dot(tl.trans(keys * growth), written, input_precision=PRECISION)
                     tl.store(target + place, carried, live)
                 current = target
                 tl.debug_barrier()  # other threads read the matrix, and the next block's rows take the places of these
-        if (end - absorbed <= RING) & (part == 0):
-            for first_row in range(0, (num + ROWS - 1) // ROWS * ROWS, ROWS):
-                tokens = first_row + local
-                place = (start + tokens) % RING
-                is_new = tokens < num
-                if DECAYS == 1:
-                    kept_now = tl.load(new_decay + (begin + tokens) * HEADS, mask=is_new, other=0.0)
-                    tl.store(kept_decay + place * HEADS, kept_now, mask=is_new)
-                else:
-                    for chunk in range(0, K, CHUNK):
-                        features = chunk + tl.arange(0, CHUNK)
-                        store = is_new[:, None] & (features < K)[None, :]
-                        own_decays = tl.load(
-                            new_decay + (begin + tokens)[:, None] * DECAY_ROW + features[None, :], store, 0.0
-                        )
-                        tl.store(kept_decay + place[:, None] * DECAY_ROW + features[None, :], own_decays, store)
-                if head % (HEADS // KEY_HEADS) == 0:
-                    for chunk in range(0, K, CHUNK):
-                        features = chunk + tl.arange(0, CHUNK)
-                        store = is_new[:, None] & (features < K)[None, :]
-                        keys = tl.load(new_k + (begin + tokens)[:, None] * KEY_ROW + features[None, :], store, 0.0)
-                        tl.store(kept_k + place[:, None] * KEY_ROW + features[None, :], keys, store)
 
 
 @triton.jit
 def _keep_rows_kernel(
-    k, decays, ring_k, ring_decay, starts, absorbed_by, query_starts, slots,
+    k, decays, ring_k, ring_decay, starts, query_starts, slots,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, RING: tl.constexpr, K_SLOT: tl.constexpr,
-    DECAY_SLOT: tl.constexpr, DECAYS: tl.constexpr, GRID: tl.constexpr, BLOCK_K: tl.constexpr,
+    DECAY_SLOT: tl.constexpr, DECAYS: tl.constexpr, GRID: tl.constexpr, BLOCK_K: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Keys and decays of the open block after a step that is kept, of requests for which the recurrence's own kernel
-    could not store them."""
+    """Keys and decays of the open block after a step, or of all its tokens if it is not kept."""
     request, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     begin = tl.load(query_starts + request).to(tl.int64)
     num = tl.load(query_starts + request + 1).to(tl.int64) - begin
-    start, absorbed, slot = tl.load(starts + request), tl.load(absorbed_by + request), tl.load(slots + request)
+    start, slot = tl.load(starts + request), tl.load(slots + request)
     end = start + num
-    if end - absorbed > RING:
-        position = end // GRID * GRID + tl.arange(0, GRID)
+    first = start
+    if KEPT:
+        first = tl.maximum(start, end // GRID * GRID)
+    for tile in range(first, end, GRID):
+        position = tile + tl.arange(0, GRID)
         token = begin + position - start
-        is_new = (position >= start) & (position < end)
         features = tl.arange(0, BLOCK_K)
-        store = is_new[:, None] & (features < DECAYS)[None, :]
+        store = (position < end)[:, None] & (features < DECAYS)[None, :]
         row = head * DECAYS + features[None, :]
         decay = tl.load(decays + token[:, None] * (HEADS * DECAYS) + row, mask=store, other=0.0)
         kept_decay = ring_decay + slot * DECAY_SLOT
         tl.store(kept_decay + (position % RING)[:, None] * (HEADS * DECAYS) + row, decay, mask=store)
         if head % (HEADS // KEY_HEADS) == 0:
-            store = is_new[:, None] & (features < K)[None, :]
+            store = (position < end)[:, None] & (features < K)[None, :]
             row = key_head * K + features[None, :]
             keys = tl.load(k + token[:, None] * (KEY_HEADS * K) + row, mask=store, other=0.0)
             tl.store(ring_k + slot * K_SLOT + (position % RING)[:, None] * (KEY_HEADS * K) + row, keys, mask=store)
