@@ -159,17 +159,18 @@ def make_types_quickly() -> None:
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
     make_block = tl.block_type.__init__
 
+    @cache
     def constants(shape):  # type: ignore[no-untyped-def]
         """A tensor's shape and number of elements."""
         return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
-    of_scalars = constants([])
+    of_scalars = constants(())
 
     @cache
     def block(element_type, shape):  # type: ignore[no-untyped-def]
         made = object.__new__(tl.block_type)
         make_block(made, element_type, list(shape))
-        return vars(made) | {"constants": constants(shape)}
+        return vars(made) | {"constants": constants(shape), "sizes": shape}
 
     def init_block(self, element_ty, shape):  # type: ignore[no-untyped-def]
         self.__dict__ = block(element_ty, tuple([getattr(size, "value", size) for size in shape]))
@@ -181,7 +182,11 @@ def make_types_quickly() -> None:
     def same_shape(self, other):  # type: ignore[no-untyped-def]
         return tl.constexpr(True) if self is other else compare(self, other)
 
+    def same_type(self, other):  # type: ignore[no-untyped-def]
+        return self is other or compare_types(self, other)
+
     compare, tl.tuple.__eq__ = tl.tuple.__eq__, same_shape  # type: ignore[method-assign]
+    compare_types, tl.dtype.__eq__ = tl.dtype.__eq__, same_type  # type: ignore[method-assign]
     tl.pointer_type.__hash__ = tl.block_type.__hash__ = tl.dtype.__hash__  # type: ignore[method-assign]
     interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
     tl.block_type.__init__ = init_block  # type: ignore[method-assign]
@@ -192,12 +197,30 @@ def take_operands_as_they_are() -> None:
     """The interpreter finds the common type of an operation's operands and makes an array of each number, which takes a
     fifth of the time. Leave operands of one type, offsets of pointers, and numbers that fit to numpy, which broadcasts
     them itself; and do not wrap each call twice."""
+    from functools import cache
+
+    import numpy as np
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     find_types, make_constant = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
-    integers, constants = (tl.int32, tl.int64), {}
+    broadcast, integers, constants = TritonSemantic.broadcast_impl_value, (tl.int32, tl.int64), {}
+
+    @cache
+    def together(left, right):  # type: ignore[no-untyped-def]
+        return tuple(map(int, np.broadcast_shapes(left, right))) if len(left) == len(right) else None
+
+    def broadcast_impl_value(self, lhs, rhs):  # type: ignore[no-untyped-def]
+        same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.sizes == rhs.type.sizes
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    def expand_dims(self, given, axis):  # type: ignore[no-untyped-def]
+        shape = list(given.type.sizes) if given.type.is_block() else []
+        shape.insert(axis, 1)
+        if not given.type.is_block():
+            return self.splat(given, shape=shape)
+        return tl.tensor(self.builder.create_expand_dims(given.handle, axis), tl.block_type(given.dtype, shape))
 
     def scalar_constant(self, value, dtype):  # type: ignore[no-untyped-def]
         if (value, dtype) not in constants:
@@ -225,6 +248,8 @@ def take_operands_as_they_are() -> None:
                     return left, right
                 if not left.type.is_block():
                     return tl.tensor(left.handle, right.type.with_element_ty(left.dtype)), right
+                if shape := together(left.type.sizes, right.type.sizes):
+                    return [tl.tensor(side.handle, tl.block_type(side.dtype, shape)) for side in (left, right)]
         return find_types(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def patch_attr(obj, name, member, builder, scope):  # type: ignore[no-untyped-def]
@@ -238,6 +263,8 @@ def take_operands_as_they_are() -> None:
 
     TritonSemantic.binary_op_type_checking_impl = operands  # type: ignore[method-assign]
     TritonSemantic.scalar_constant = scalar_constant  # type: ignore[method-assign]
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value  # type: ignore[method-assign]
+    TritonSemantic.expand_dims = expand_dims  # type: ignore[method-assign]
     interpreter._patch_attr = patch_attr
 
 
