@@ -126,7 +126,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     scaled = {**rows, "GROUP": 0, "SCALED": True}
     dense = {**rows, "GROUP": 0, "SCALED": False, "x_scales_ptr": None, "scales_ptr": None}
     routes = {
-        **routing._route_variant(160, 6, 1, (8, 3, 2), True, True, False, pdl).constants,  # groups of 20
+        **routing._route_variant(160, 6, 1, (8, 3, 2), True, True, False, False, pdl).constants,  # groups of 20
         **dict.fromkeys(("order", "ends"), None),
     }
     rounded = {"HAS_NORM": True, "HAS_SCALE": False, "GROUPS": 32, "SIZE": 128, "scale_ptr": None}
@@ -144,7 +144,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         ]
     )
     cases: list[tuple[Any, int, dict[str, Any], dict[str, str]]] = [
-        (rms_norm._rms_norm_kernel, 16, {"SIZE": 4096, "BLOCK": 4096, "ROWS": 1}, {}),
+        (rms_norm._rms_norm_kernel, 16, {"SIZE": 4096, "STRIDE": 4096, "BLOCK": 4096, "ROWS": 1}, {}),
         (embed_join_triton._embed_and_join_kernel, 16, joined, of_draft),
         *(
             (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "ACTIVATION": number}, {})
