@@ -136,9 +136,9 @@ def _check_ranges(args: ServerArgs) -> None:
         f"--max-inter-token-ms {most_ms}: give a number of milliseconds > 0, for example 40",
     )
     require(
-        most_ms is None or (args.enable_mixed_chunk and args.chunked_prefill_size != _CHUNKING_OFF),
-        "--max-inter-token-ms limits the chunks of prompts beside which others decode: add --enable-mixed-chunk, and"
-        " leave out --chunked-prefill-size -1",
+        most_ms is None or (args.enable_mixed_chunk is not False and args.chunked_prefill_size != _CHUNKING_OFF),
+        "--max-inter-token-ms limits the chunks of prompts beside which others decode: leave out"
+        " --no-enable-mixed-chunk and --chunked-prefill-size -1",
     )
     seed = args.random_seed
     require(seed is None or 0 <= seed <= _MAX_SEED, f"--random-seed {seed}: must lie between 0 and 2^63 - 1")

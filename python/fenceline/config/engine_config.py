@@ -176,10 +176,13 @@ class EngineConfig:
     def mixes_steps(self) -> bool:
         """Whether running requests decode in the steps that compute prompts. Not if they speculate, not if an image has
         to be seen whole, which might not fit beside them, and not if nothing is decoded."""
-        model, vision = self.model, self.model.vision
+        args, model, vision = self.server_args, self.model, self.model.vision
         sees_whole = vision is not None and vision.sees_whole
-        is_asked = self.server_args.enable_mixed_chunk
-        return is_asked and self.speculative is None and not sees_whole and not model.embeds
+        asked = args.enable_mixed_chunk
+        if asked is None:
+            is_chunked = self.chunked_prefill_size is not None
+            asked = args.max_inter_token_ms is not None or (is_chunked and _limits_of(self.device) == "cuda")
+        return asked and self.speculative is None and not sees_whole and not model.embeds
 
     @property
     def refuses_grammars(self) -> str | None:

@@ -220,17 +220,17 @@ class ServerArgs:
         "Most prompt tokens of one prefill step, a multiple of --page-size; -1 turns chunking off. A smaller size "
         "shortens pauses of decoding requests. 8192 on a GPU, 128 on a CPU unless given.",
     )
-    enable_mixed_chunk: bool = _memory(
-        False,
+    enable_mixed_chunk: bool | None = _memory(
+        None,
         "Prompts are computed in the steps in which running requests decode, so that these do not wait for them: "
-        "--chunked-prefill-size then counts the tokens of both. Not with speculative decoding, nor for models that see "
-        "images whole.",
+        "--chunked-prefill-size then counts the tokens of both. On on a GPU unless --no-enable-mixed-chunk, off on a "
+        "CPU. Not with speculative decoding, nor for models that see images whole.",
     )
     max_inter_token_ms: float | None = _memory(
         None,
-        "With --enable-mixed-chunk: about the longest time between two tokens of a running request because of prompts, "
-        "which are computed in chunks that fit, by times measured at start. On a GPU 30, or three times what a step "
-        "without prompts takes, on a CPU no limit unless given.",
+        "Steps are mixed, and this is about the longest time between two tokens of a running request because of "
+        "prompts, which are computed in chunks that fit, by times measured at start. On a GPU 30, or three times what "
+        "a step without prompts takes, on a CPU no limit unless given.",
     )
     max_prefill_tokens: int | None = _memory(
         None,

@@ -175,7 +175,8 @@ def explain_flags(config: EngineConfig) -> None:
             "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",
             config.model.architecture,
         )
-    if config.server_args.enable_mixed_chunk and not config.mixes_steps:
+    args = config.server_args
+    if (args.enable_mixed_chunk or args.max_inter_token_ms is not None) and not config.mixes_steps:
         why = "images are seen whole" if config.speculative is None else "steps verify drafts"
         if config.model.embeds:
             why = "a server of embeddings decodes nothing"

@@ -70,7 +70,7 @@ _MEASURED_STEPS, _MEASURED_ROUNDS = 4, 3
 _MOST_MEASURED = 32
 
 # The same of steps with prompts, by tokens. And who decodes beside them when that is timed: so many, and so long.
-_MIXED_TOKENS, _MIXED_ROUNDS = (32, 64, 128, 256, 512, 1024, 2048), 2
+_MIXED_TOKENS, _MIXED_STEPS, _MIXED_ROUNDS = (32, 64, 128, 256, 512, 1024, 2048), 2, 2
 _MIXED_DECODES, _MIXED_CONTEXT, _MIXED_PREFIX = 32, 2048, 4096
 
 Launch = Callable[[StepBatch], ForwardResult | HeldStep]
@@ -115,7 +115,7 @@ def measure_steps(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
         batches = [reqs.decode_batch(-1 - number, size, shape) for shape in shapes.values()]
         rounds = []
         for _ in range(_MEASURED_ROUNDS):
-            measured = [_measure(launch, prompts, batch) for batch in batches]
+            measured = [_measure(launch, prompts, batch, _MEASURED_STEPS) for batch in batches]
             rounds.append([seconds_of_depth for seconds_of_depth, _ in measured])
             done = measured[-1][1]
         seconds.append([min(of_depth) for of_depth in zip(*rounds, strict=True)])
@@ -138,7 +138,7 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     sizes = [size for size in _MIXED_TOKENS if size < min(most, longest)] + [min(most, longest, _MIXED_TOKENS[-1])]
 
     def seconds(batch: StepBatch) -> tuple[float, Point]:
-        rounds = [_measure(launch, (), batch) for _ in range(_MIXED_ROUNDS)]
+        rounds = [_measure(launch, (), batch, _MIXED_STEPS) for _ in range(_MIXED_ROUNDS)]
         return min(one for one, _ in rounds), rounds[-1][1]
 
     def prompt(size: int, prefix: int = 0) -> StepBatch:
@@ -172,20 +172,20 @@ def measure_mixed(config: EngineConfig, launch: Launch, rows: LeasePool, pages: 
     return costs
 
 
-def _measure(launch: Launch, prompts: Sequence[StepBatch], batch: StepBatch) -> tuple[float, Point]:
-    """Compute ``prompts``, then time steps of ``batch``. As when serving, each step's results are awaited while
-    the next step runs. Returns the mean seconds of a step, and the Point that ends the last one."""
+def _measure(launch: Launch, prompts: Sequence[StepBatch], batch: StepBatch, num_steps: int) -> tuple[float, Point]:
+    """Compute ``prompts``, then time ``num_steps`` of ``batch``. As when serving, each step's results are awaited
+    while the next step runs. Returns the mean seconds of a step, and the Point that ends the last one."""
     for prompt in prompts:
         _launched(launch, prompt).wait()
     _launched(launch, batch).wait()
     begin = time.perf_counter()
     result = _launched(launch, batch)
-    for _ in range(_MEASURED_STEPS - 1):
+    for _ in range(num_steps - 1):
         following = _launched(launch, batch)
         result.wait()
         result = following
     result.wait()
-    return (time.perf_counter() - begin) / _MEASURED_STEPS, result.done
+    return (time.perf_counter() - begin) / num_steps, result.done
 
 
 def _launched(launch: Launch, batch: StepBatch) -> ForwardResult:

@@ -13,7 +13,7 @@ from scheduler_driver import Driver, assert_right, make_driver, make_model_drive
 
 from fenceline import demo_model_path
 from fenceline.config.engine_config import resolve
-from fenceline.config.server_args import ServerArgs
+from fenceline.config.server_args import ServerArgs, parse_args
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.launch import explain_flags
@@ -128,6 +128,26 @@ def test_a_start_says_why_steps_are_not_mixed(
     assert not config.mixes_steps
     explain_flags(config)
     assert [message.partition("here, because ")[2] for message in caplog.messages] == [why]
+
+
+@pytest.mark.parametrize(
+    "device, flags, mixes",
+    [
+        ("cuda", "", True),
+        ("cuda", "--no-enable-mixed-chunk", False),
+        ("cuda", "--chunked-prefill-size -1", False),
+        ("cuda", "--speculative-algorithm NGRAM", False),
+        ("cpu", "", False),
+        ("cpu", "--enable-mixed-chunk", True),
+        ("cpu", "--max-inter-token-ms 40", True),
+    ],
+)
+def test_steps_are_mixed_by_default_on_a_gpu(
+    device: str, flags: str, mixes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = resolve(parse_args(["--model-path", "demo", "--device", device, *flags.split()]), cuda_probe=lambda: True)
+    explain_flags(config)
+    assert (config.mixes_steps, caplog.messages) == (mixes, [])
 
 
 COSTS = MixedCosts((32, 128, 256), (0.010, 0.014, 0.022), per_pair=1e-6, per_context=1e-6)
