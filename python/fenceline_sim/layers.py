@@ -100,7 +100,7 @@ class LaunchedLayerKernels(LayerKernels):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, state: LayerState,
         rows: StateRows,
     ) -> torch.Tensor:  # fmt: skip
-        out = torch.empty_like(x)
+        out = x.new_empty(len(x), len(weight))
         args, operands = (x, weight, bias, silu, state, rows), (x, weight, bias, *_of_rows(rows))
         tensors = state["conv"], state["x"]
         launch_function(
@@ -111,7 +111,7 @@ class LaunchedLayerKernels(LayerKernels):
     def delta_inputs(
         self, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens, heads = b.shape
+        tokens, heads = len(b), len(gates.a_log)
         values = mixed.shape[1] - 2 * gates.num_key_heads * gates.key_dim
         keys = (tokens, gates.num_key_heads, gates.key_dim)
         of_decays = (tokens, heads) if a.shape == b.shape else (tokens, heads, gates.key_dim)

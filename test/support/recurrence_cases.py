@@ -106,7 +106,8 @@ def step(
     )
     x, decays, beta = (torch.cat([given[i][a:b] for _, given, _, a, b in work]).to(device) for i in range(3))
     convolution, recurrence = arithmetic
-    mixed = convolution(x, WEIGHT[kind].to(device), BIAS[kind].to(device), True, state, rows)
+    groups = F.pad(x.unflatten(1, (2, -1)), (3, 5))[..., 3:-5]  # beside what the convolution does not read
+    mixed = convolution(groups, WEIGHT[kind].to(device), BIAS[kind].to(device), True, state, rows)
     q, k, v = (part.to(device) for part in kind.split(mixed.cpu()))
     return list(recurrence(q, k, v, decays, beta if kind.delta else None, state, rows).cpu().split(lens))
 

@@ -33,7 +33,7 @@ class GatedDeltaNet(RecurrentMixer):
         heads = self.shard.divide(self.sizes.num_heads, "value heads of recurrent layers")
         key_heads = self.shard.divide(self.sizes.num_key_heads, "key heads of recurrent layers")
         keys, values = self.sizes.num_key_heads * self.sizes.key_dim, self.sizes.num_heads * self.sizes.value_dim
-        self._interleaved, self._full_parts = interleaved, (keys, keys, values)
+        self._full_parts = keys, keys, values
         self._parts = tuple(size // self.shard.size for size in self._full_parts)
         if interleaved:
             matrices, gates = {"in_proj_qkvz": 2 * (keys + values)}, {"in_proj_ba": 2 * self.sizes.num_heads}
@@ -50,7 +50,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv_weight = torch.empty(sum(self._parts), self.sizes.taps, dtype=context.dtype)
         self.gates = DeltaGates(
             torch.empty(heads, dtype=torch.float32), torch.empty(heads, dtype=torch.float32),
-            key_heads, self.sizes.key_dim,
+            key_heads, self.sizes.key_dim, interleaved,
         )  # fmt: skip
         self.norm = replace(context, norm_offset=0.0).norm(self.sizes.value_dim, config.rms_norm_eps)
         self.out_proj = RowParallelLinear("out_proj", values, config.hidden_size, False, context)
@@ -68,17 +68,21 @@ class GatedDeltaNet(RecurrentMixer):
         return self._kernels.gated_norm(result, z, self.norm.weight, self.norm.eps).flatten(1)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v [T, features]; z [T, heads, value_dim]; a and b [T, heads]."""
-        heads, (_, _, values) = self.heads.num_heads, self._parts
-        if not self._interleaved:
-            mixed, z, b, a = projected.split((sum(self._parts), values, heads, heads), 1)
-            return mixed.contiguous(), z.unflatten(1, (heads, -1)), a, b
-        key_heads = self.gates.num_key_heads
-        by_head, gates = projected.split((sum(self._parts) + values, 2 * heads), 1)
-        parts = by_head.unflatten(1, (key_heads, -1)).split([size // key_heads for size in (*self._parts, values)], 2)
+        """q, k and v [T, features]; z [T, heads, value_dim]; a and b [T, heads]. If they are interleaved, all have an
+        axis of key heads before the last axes."""
+        heads, key_heads, mixed, values = (
+            self.heads.num_heads,
+            self.gates.num_key_heads,
+            sum(self._parts),
+            self._parts[2],
+        )
+        if not self.gates.interleaved:
+            qkv, z, b, a = projected.split((mixed, values, heads, heads), 1)
+            return qkv, z.unflatten(1, (heads, -1)), a, b
+        by_head, gates = projected.split((mixed + values, 2 * heads), 1)
+        qkv, z = by_head.unflatten(1, (key_heads, -1)).tensor_split((mixed // key_heads,), 2)
         b, a = gates.unflatten(1, (key_heads, 2, -1)).unbind(2)
-        mixed = torch.cat([part.flatten(1) for part in parts[:3]], 1)
-        return mixed, parts[3].reshape(len(projected), heads, -1), a.flatten(1), b.flatten(1)
+        return qkv, z.unflatten(2, (heads // key_heads, -1)), a, b
 
     def _add_attended(self, x: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return self.add_product(x, self.out_proj, attended, batch)
@@ -93,7 +97,11 @@ class GatedDeltaNet(RecurrentMixer):
         full_shape = (sum(self._full_parts), 1, self.sizes.taps)
 
         def own(weight: torch.Tensor) -> torch.Tensor:
-            return own_channels(weight[:, 0], self._full_parts, self.shard)
+            own = own_channels(weight[:, 0], self._full_parts, self.shard)
+            if not self.gates.interleaved:
+                return own
+            by_head = [part.unflatten(0, (self.gates.num_key_heads, -1)) for part in own.split(self._parts)]
+            return torch.cat(by_head, 1).flatten(0, 1)
 
         slots[f"{prefix}conv1d.weight"] = WeightSlot(self.conv_weight, full_shape, convert=own)
         return slots

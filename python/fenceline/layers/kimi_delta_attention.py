@@ -55,7 +55,7 @@ class KimiDeltaAttention(RecurrentMixer):
     def mix(self, projected: torch.Tensor, state: LayerState, rows: StateRows) -> torch.Tensor:
         heads, dim = self.heads.num_heads, self.sizes.key_dim
         mixed, decay, gate, b = projected.split((3 * heads * dim, dim, dim, heads), 1)
-        mixed = self._kernels.short_convolution(mixed.contiguous(), self.conv_weight, None, True, state, rows)
+        mixed = self._kernels.short_convolution(mixed, self.conv_weight, None, True, state, rows)
         a = self.f_b_proj.forward(decay.contiguous())
         q, k, v, decays, beta = self._kernels.delta_inputs(mixed, a, b, self.gates)
         result = self._kernels.recurrence(q, k, v, decays, beta, state, rows)

@@ -4,6 +4,7 @@ several ways. Run as a script this file is the checks themselves, see ``test_tri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,8 +48,17 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
 
     from fenceline.layers.kernels.triton import recurrence as kernels
 
-    channels = {"CHANNELS": 8192, "TAPS": 4, "RING": 3, "BLOCK_RING": 4, "X_ROW": 8192, "COLUMNS_SLOT": 24_576}
-    channels |= {"RING_SLOT": 24_576, "KEPT": True, "SILU": True, "HAS_BIAS": False, "bias": None, "BLOCK_T": 32}
+    channels = {"CHANNELS": 8192, "TAPS": 4, "RING": 3, "BLOCK_RING": 4, "X_ROW": 12_352, "COLUMNS_SLOT": 24_576}
+    channels |= {
+        "GROUP": 512,
+        "X_GROUP": 768,
+        "RING_SLOT": 24_576,
+        "KEPT": True,
+        "SILU": True,
+        "HAS_BIAS": False,
+        "bias": None,
+        "BLOCK_T": 32,
+    }
     heads = {"HEADS": 32, "KEY_HEADS": 16, "K": 128, "RING": 64, "K_SLOT": 64 * 2048}
     heads |= {"DECAY_SLOT": 2048, "DECAYS": 1, "GRID": 64}
     blocks = {"V": 128, "BLOCK_V": 64, "MATRIX_SLOT": 1 << 19, "D_SLOT": 64 * 4096, "KEPT": True, "HAS_BETA": True}
@@ -56,15 +66,16 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     blocks |= {"ONE": False, "STAGES": kernels._STAGES}
     inputs = {"KEY_HEADS": 16, "REPEATS": 2, "BLOCK_REPEATS": 2, "K": 128, "BLOCK_K": 128, "VALUES": 256}
     norm = {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "GATE_ROW": 12_352, "ROWS": 8, "SILU": True, "OWN_WEIGHTS": False}
-    norm |= {"SKIP_ROW": 0, "SKIP_DIM": 0, "inputs": None, "factors": None}
+    norm |= {"GROUP": 2, "GATE_GROUP": 768, "SKIP_ROW": 0, "SKIP_DIM": 0, "inputs": None, "factors": None}
     # Of Nemotron Nano 9B v2.
     mamba = {"GROUPS": 8, "STATE": 128, "BLOCK_STATE": 128, "REPEATS": 16, "BLOCK_REPEATS": 16, "DIM": 80}
     mamba |= {"BLOCK_DIM": 128, "DT_ROW": 22_656}
     grouped = {"HEADS": 8, "SIZE": 1280, "BLOCK": 2048, "GATE_ROW": 22_656, "ROWS": 1, "SILU": True}
-    grouped |= {"OWN_WEIGHTS": True, "SKIP_ROW": 12_288, "SKIP_DIM": 80}
+    grouped |= {"GROUP": 8, "GATE_GROUP": 0, "OWN_WEIGHTS": True, "SKIP_ROW": 12_288, "SKIP_DIM": 80}
     groups = {"HEADS": 128, "KEY_HEADS": 8, "V": 80, "MATRIX_SLOT": 128 * 128 * 80, "K_SLOT": 64 * 1024}
     groups |= {"D_SLOT": 64 * 128 * 80, "DECAY_SLOT": 64 * 128, "HAS_BETA": False, "beta": None}
     inputs |= {"BLOCK_VALUES": 256, "A_ROW": 32, "B_ROW": 32, "BY_CHANNEL": False}
+    inputs |= {"GROUP": 4, "INTERLEAVED": True}
     floats = dict.fromkeys(("matrix", "ring_k", "ring_d", "ring_decay", "q", "k", "v", "decays", "beta"), "*fp32")
     floats |= dict.fromkeys(("a_log", "dt_bias", "factors"), "*fp32")
     types = floats | {"query_starts": "*i32", "num_rows": "i32", **dict.fromkeys(("eps", "least", "most"), "fp32")}
@@ -79,7 +90,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
         (kernels._short_convolution_kernel, 4, channels | {"KEPT": False, "RING": 11, "BLOCK_RING": 16}, {}),
         (kernels._short_convolution_kernel, 4, channels, {}),
         (kernels._delta_inputs_kernel, 1, inputs, {}),
-        (kernels._delta_inputs_kernel, 1, inputs | {"BY_CHANNEL": True}, {}),
+        (kernels._delta_inputs_kernel, 1, inputs | {"BY_CHANNEL": True, "INTERLEAVED": False}, {}),
         (kernels._recurrence_kernel, 4, verified, {"out": "*fp32", "scratch": "*fp32"}),
         (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
         (kernels._recurrence_kernel, 4, heads | blocks | groups, {"out": "*fp32"}),
@@ -117,6 +128,14 @@ def check_delta_inputs() -> None:
         expected = reference.delta_inputs(mixed, a, b, gates)
         for ours, theirs in zip(triton_recurrence.delta_inputs(mixed, a, b, gates), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        if num_decays == heads:  # the same, with the parts of each key head beside one another
+            parts = [part.unflatten(1, (key_heads, -1)) for part in mixed.split((24, 24, heads * value_dim), 1)]
+            both = torch.stack([x.unflatten(1, (key_heads, -1)) for x in (b, a)], 2)
+            gates, mixed = replace(gates, interleaved=True), torch.cat(parts, 2).flatten(1)
+            for module in (triton_recurrence, reference):
+                found = module.delta_inputs(mixed, both[:, :, 1], both[:, :, 0], gates)
+                for ours, theirs in zip(found, expected, strict=True):
+                    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 def check_mamba_inputs() -> None:
@@ -138,9 +157,13 @@ def check_gated_norm() -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x, weight = torch.randn(5, 3, 20), torch.randn(20).to(dtype)
         gate = torch.randn(5, 90).to(dtype)[:, 10:70].unflatten(1, (3, 20))
+        spread = torch.randn(5, 3, 50).to(dtype)[..., 20:40].unsqueeze(2)  # one head in each of three groups
         for silu in (True, False):
             found = triton_recurrence.gated_norm(x, gate, weight, 1e-5, silu)
             expected = reference.gated_norm(x, gate, weight, 1e-5, silu)
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+            found = triton_recurrence.gated_norm(x, spread, weight, 1e-5, silu)
+            expected = reference.gated_norm(x, spread.contiguous().view(5, 3, 20), weight, 1e-5, silu)
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
         # As in Mamba2: groups of two heads, with inputs that go past the recurrence.
         skip = torch.randn(5, 90).to(dtype)[:, 20:80].unflatten(1, (6, 10)), torch.randn(6)

@@ -44,9 +44,11 @@ def _requests(rows: StateRows) -> Iterator[_Request]:
 def short_convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, state: LayerState, rows: StateRows
 ) -> torch.Tensor:
-    """Each channel's weighted sum of a token's and the ``taps - 1`` previous tokens' inputs: x [T, C], weight [C, taps]
-    and bias [C] → a new tensor [T, C] of x's type, if ``silu`` after that. The state has ``conv`` and ``x``."""
-    columns, ring, taps, result = state["conv"], state["x"], weight.shape[1], torch.zeros_like(x)
+    """Each channel's weighted sum of a token's and the ``taps - 1`` previous tokens' inputs: x [T, C], or in groups [T,
+    G, C / G], weight [C, taps] and bias [C] → a new tensor [T, C] of x's type, if ``silu`` after that. The state has
+    ``conv`` and ``x``."""
+    x, columns, ring, taps = x.flatten(1), state["conv"], state["x"], weight.shape[1]
+    result = x.new_zeros(x.shape)
     before, weight = taps - 1, weight.float()
     for row in _requests(rows):
         new = x[row.tokens]
@@ -76,12 +78,14 @@ def short_convolution(
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaGates:
     """How a gated delta net makes decays, and its heads: ``num_key_heads`` of ``key_dim`` features, and one of values
-    for each ``a_log``. Each feature of a key has a decay of its own if it has its own ``dt_bias``."""
+    for each ``a_log``. Each feature of a key has a decay of its own if it has its own ``dt_bias``. ``interleaved``: a
+    key head's query, key and values lie together."""
 
     a_log: torch.Tensor  # [heads] float32
     dt_bias: torch.Tensor  # [heads] or [heads * key_dim] float32
     num_key_heads: int
     key_dim: int
+    interleaved: bool = False
 
 
 def delta_inputs(
@@ -89,14 +93,17 @@ def delta_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs of ``recurrence`` in a gated delta net (arXiv:2412.06464): q, k, v, decays and beta. ``mixed`` [T, C]
     has queries, keys and values, of which the first two are normalised; b is [T, heads], and a has as many features as
-    ``dt_bias``."""
-    size = gates.num_key_heads * gates.key_dim
-    parts = mixed.float().split((size, size, mixed.shape[1] - 2 * size), 1)
-    q, k = (_unit(part.unflatten(1, (gates.num_key_heads, gates.key_dim))) for part in parts[:2])
+    ``dt_bias``. If they are ``interleaved`` a and b are [T, key heads, heads / key heads]."""
+    size, key_heads, a, b = gates.key_dim, gates.num_key_heads, a.flatten(1), b.flatten(1)
+    if gates.interleaved:
+        parts = mixed.float().unflatten(1, (key_heads, -1)).tensor_split((size, 2 * size), 2)
+    else:
+        parts = mixed.float().tensor_split((key_heads * size, 2 * key_heads * size), 1)
+    q, k = (_unit(part.flatten(1).unflatten(1, (key_heads, size))) for part in parts[:2])
     heads = len(gates.a_log)
     decays = softplus(a.float() + gates.dt_bias).unflatten(1, (heads, -1)) * -gates.a_log.exp()[:, None]
     decays = decays.squeeze(2) if len(gates.dt_bias) == heads else decays
-    values = parts[2].unflatten(1, (heads, -1))
+    values = parts[2].flatten(1).unflatten(1, (heads, -1))
     return q * gates.key_dim**-0.5, k, values.contiguous(), decays, sigmoid(b)
 
 
@@ -139,11 +146,12 @@ def gated_norm(
     silu: bool = True,
     skip: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """RMSNorm of each head of x [T, heads, V] float32, times silu(gate), or its sigmoid if not ``silu``, [T, heads, V]
-    → gate's type; weight [V], or [heads, V].
+    """RMSNorm of each head of x [T, heads, V] float32, times silu(gate), or its sigmoid if not ``silu``, [T, heads, V],
+    or in groups [T, G, heads / G, V] → gate's type; weight [V], or [heads, V].
 
     ``skip`` of Mamba2, inputs [T, n, dim] and factors [n] float32, where n * dim is heads * V: first the inputs times
     their factors are added to x, and it is multiplied by silu(gate) *before* the norm."""
+    gate = gate.reshape(x.shape)
     factor = sigmoid(gate)
     factor = gate.float() * factor if silu else factor
     if skip is not None:

@@ -51,15 +51,17 @@ def short_convolution(
     """See ``LayerKernels.short_convolution``. The last axis of x is contiguous, as are weight and bias. Current stream,
     no host synchronisation. Only programs of a request's first tokens read or write its slot."""
     columns, ring, (channels, taps) = state["conv"], state["x"], weight.shape
-    assert x.shape[1] == channels and x.stride(1) == 1 and weight.is_contiguous()
+    assert x.shape[1:].numel() == channels and x.stride(-1) == 1 and weight.is_contiguous()
     assert x.dtype == columns.dtype == ring.dtype and taps - 1 <= _BLOCK_TOKENS
-    out = x.new_empty(x.shape)
+    out = x.new_empty(len(x), channels)
     constants = {
         "CHANNELS": channels,
         "TAPS": taps,
         "RING": ring.shape[1],
         "BLOCK_RING": triton.next_power_of_2(ring.shape[1]),
         "X_ROW": x.stride(0),
+        "GROUP": x.shape[-1],
+        "X_GROUP": x.stride(-2) if x.dim() == 3 else 0,
         "COLUMNS_SLOT": _slot_stride(columns),
         "RING_SLOT": _slot_stride(ring),
         "KEPT": rows.kept,
@@ -86,6 +88,7 @@ def _variant(
 def _short_convolution_kernel(
     x, weight, bias, columns, ring, starts, absorbed_by, query_starts, slots, out,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, BLOCK_RING: tl.constexpr, X_ROW: tl.constexpr,
+    GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     COLUMNS_SLOT: tl.constexpr, RING_SLOT: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +97,7 @@ def _short_convolution_kernel(
     request, tile = tl.program_id(0), tl.program_id(1)
     channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     live = channels < CHANNELS
+    of_x = channels // GROUP * X_GROUP + channels % GROUP
     first = tl.load(query_starts + request).to(tl.int64)
     num = tl.load(query_starts + request + 1).to(tl.int64) - first
     if tile * BLOCK_T < num:
@@ -106,7 +110,7 @@ def _short_convolution_kernel(
             at = tokens - BEFORE + tap  # counted from the first token of the step
             new = (at >= 0) & (at < num)
             values = tl.load(
-                x + (first + at)[:, None] * X_ROW + channels[None, :], mask=new[:, None] & live[None, :], other=0.0
+                x + (first + at)[:, None] * X_ROW + of_x[None, :], mask=new[:, None] & live[None, :], other=0.0
             ).to(tl.float32)
             if tile == 0:
                 position = start + at
@@ -140,7 +144,7 @@ def _short_convolution_kernel(
             carried_at = after - BEFORE + taps - start
             moved = taps < tl.where(after > absorbed, BEFORE, 0)
             carry = tl.load(
-                x + (first + carried_at)[:, None] * X_ROW + channels[None, :],
+                x + (first + carried_at)[:, None] * X_ROW + of_x[None, :],
                 mask=(moved & (carried_at >= 0))[:, None] & live[None, :], other=0.0,
             ) + tl.load(
                 own_ring + ((start + carried_at) % RING)[:, None] * CHANNELS + channels[None, :],
@@ -152,7 +156,7 @@ def _short_convolution_kernel(
             )
             latest_at = num - RING + taps
             latest = ((taps < RING) & (latest_at >= 0))[:, None] & live[None, :]
-            inputs = tl.load(x + (first + latest_at)[:, None] * X_ROW + channels[None, :], mask=latest, other=0.0)
+            inputs = tl.load(x + (first + latest_at)[:, None] * X_ROW + of_x[None, :], mask=latest, other=0.0)
             tl.store(
                 own_ring + ((start + latest_at) % RING)[:, None] * CHANNELS + channels[None, :], inputs, mask=latest
             )
@@ -161,10 +165,11 @@ def _short_convolution_kernel(
 def delta_inputs(
     mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See ``LayerKernels.delta_inputs``. ``mixed`` is contiguous, as are the gates of a token in a and b."""
-    (num_tokens, width), heads = mixed.shape, b.shape[1]
+    """See ``LayerKernels.delta_inputs``. ``mixed`` is contiguous, as is the last axis of a and b."""
+    (num_tokens, width), heads = mixed.shape, len(gates.a_log)
     by_channel = len(gates.dt_bias) > heads
-    assert mixed.is_contiguous() and a.stride(1) == b.stride(1) == 1 and a.shape[1] == len(gates.dt_bias)
+    assert mixed.is_contiguous() and a.stride(-1) == b.stride(-1) == 1
+    assert a.shape[1:].numel() == len(gates.dt_bias) and b.shape[1:].numel() == heads
     keys, values = (num_tokens, gates.num_key_heads, gates.key_dim), width - 2 * gates.num_key_heads * gates.key_dim
     q, k = mixed.new_empty(keys, dtype=torch.float32), mixed.new_empty(keys, dtype=torch.float32)
     v = mixed.new_empty(num_tokens, heads, values // heads, dtype=torch.float32)
@@ -182,6 +187,8 @@ def delta_inputs(
             "BLOCK_VALUES": triton.next_power_of_2(values // gates.num_key_heads),
             "A_ROW": a.stride(0),
             "B_ROW": b.stride(0),
+            "GROUP": b.stride(1) if gates.interleaved else repeats,
+            "INTERLEAVED": gates.interleaved,
             "BY_CHANNEL": by_channel,
         }
         variant = _variant(_delta_inputs_kernel, tuple(constants.items()), 1)
@@ -195,39 +202,49 @@ def _delta_inputs_kernel(
     mixed, a, b, a_log, dt_bias, q, k, v, decays, beta,
     KEY_HEADS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_REPEATS: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, VALUES: tl.constexpr, BLOCK_VALUES: tl.constexpr, A_ROW: tl.constexpr, B_ROW: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """One program: a token's key head with the heads that share it."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = mixed + token * (KEY_HEADS * (2 * K + VALUES))
+    of_query = mixed + token * (KEY_HEADS * (2 * K + VALUES))
+    if INTERLEAVED:
+        of_query += head * (2 * K + VALUES)
+        of_key, of_value = of_query + K, of_query + 2 * K
+    else:
+        of_value = of_query + 2 * KEY_HEADS * K + head * VALUES
+        of_query += head * K
+        of_key = of_query + KEY_HEADS * K
     features = tl.arange(0, BLOCK_K)
     live = features < K
-    query = tl.load(row + head * K + features, mask=live, other=0.0).to(tl.float32)
-    key = tl.load(row + (KEY_HEADS + head) * K + features, mask=live, other=0.0).to(tl.float32)
+    query = tl.load(of_query + features, mask=live, other=0.0).to(tl.float32)
+    key = tl.load(of_key + features, mask=live, other=0.0).to(tl.float32)
     query = query * tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K**-0.5)
     key = key * tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
     tl.store(q + (token * KEY_HEADS + head) * K + features, query, mask=live)
     tl.store(k + (token * KEY_HEADS + head) * K + features, key, mask=live)
     features = tl.arange(0, BLOCK_VALUES)
     live = features < VALUES
-    value = tl.load(row + 2 * KEY_HEADS * K + head * VALUES + features, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(of_value + features, mask=live, other=0.0).to(tl.float32)
     tl.store(v + (token * KEY_HEADS + head) * VALUES + features, value, mask=live)
     repeats = tl.arange(0, BLOCK_REPEATS)
     heads, live = head * REPEATS + repeats, repeats < REPEATS
+    of_gates = head * GROUP + repeats
     if BY_CHANNEL:
         channels = tl.arange(0, BLOCK_K)[None, :]
         at, is_one = heads[:, None] * K + channels, live[:, None] & (channels < K)
+        of_a = at
         rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))[:, None]
         decay_row = decays + token * (KEY_HEADS * REPEATS * K)
     else:
         at, is_one = heads, live
+        of_a = of_gates
         rate = tl.exp(tl.load(a_log + heads, mask=live, other=0.0))
         decay_row = decays + token * (KEY_HEADS * REPEATS)
-    step = tl.load(a + token * A_ROW + at, mask=is_one, other=0.0).to(tl.float32)
+    step = tl.load(a + token * A_ROW + of_a, mask=is_one, other=0.0).to(tl.float32)
     step += tl.load(dt_bias + at, mask=is_one, other=0.0)
     step = tl.where(step > 20.0, step, tl.log(1 + tl.exp(step)))
     tl.store(decay_row + at, -rate * step, mask=is_one)
-    gate = tl.load(b + token * B_ROW + heads, mask=live, other=0.0).to(tl.float32)
+    gate = tl.load(b + token * B_ROW + of_gates, mask=live, other=0.0).to(tl.float32)
     tl.store(beta + token * (KEY_HEADS * REPEATS) + heads, 1 / (1 + tl.exp(-gate)), mask=live)
 
 
@@ -665,7 +682,7 @@ def gated_norm(
     """See ``LayerKernels.gated_norm``. x is contiguous, as are a token's gates and its inputs of ``skip``. Current
     stream, no host synchronisation."""
     num_tokens, heads, size = x.shape
-    assert x.is_contiguous() and gate.stride(2) == 1 and gate.stride(1) == size and weight.is_contiguous()
+    assert x.is_contiguous() and gate.stride(-1) == 1 and gate.stride(-2) == size and weight.is_contiguous()
     inputs, factors = (None, None) if skip is None else skip
     assert inputs is None or (inputs.stride(2) == 1 and inputs.stride(1) == inputs.shape[2])
     out = gate.new_empty(x.shape)
@@ -677,6 +694,8 @@ def gated_norm(
             "SIZE": size,
             "BLOCK": block,
             "GATE_ROW": gate.stride(0),
+            "GROUP": gate.shape[-2],
+            "GATE_GROUP": gate.stride(1) if gate.dim() == 4 else 0,
             "ROWS": rows,
             "SILU": silu,
             "OWN_WEIGHTS": weight.dim() == 2,
@@ -692,7 +711,8 @@ def gated_norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x, gate, weight, inputs, factors, out, num_rows, eps,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_ROW: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_ROW: tl.constexpr, GROUP: tl.constexpr,
+    GATE_GROUP: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr, OWN_WEIGHTS: tl.constexpr, SKIP_ROW: tl.constexpr, SKIP_DIM: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -700,7 +720,8 @@ def _gated_norm_kernel(
     live = (rows < num_rows)[:, None] & (features < SIZE)[None, :]
     values = tl.load(x + rows[:, None] * SIZE + features[None, :], mask=live, other=0.0)
     in_token = (rows % HEADS * SIZE)[:, None] + features[None, :]
-    gates = tl.load(gate + (rows // HEADS * GATE_ROW)[:, None] + in_token, mask=live, other=0.0).to(tl.float32)
+    of_gate = rows // HEADS * GATE_ROW + rows % HEADS // GROUP * GATE_GROUP + rows % GROUP * SIZE
+    gates = tl.load(gate + of_gate[:, None] + features[None, :], mask=live, other=0.0).to(tl.float32)
     share = 1 / (1 + tl.exp(-gates))
     if SILU:
         share *= gates
