@@ -89,6 +89,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
     cases: list[tuple[Any, int, dict[str, Any], dict[str, str]]] = [
         (kernels._short_convolution_kernel, 4, channels | {"KEPT": False, "RING": 11, "BLOCK_RING": 16}, {}),
         (kernels._short_convolution_kernel, 4, channels, {}),
+        (kernels._short_convolution_kernel, 4, channels | {"BLOCK_T": 1}, {}),
         (kernels._delta_inputs_kernel, 1, inputs, {}),
         (kernels._delta_inputs_kernel, 1, inputs | {"BY_CHANNEL": True, "INTERLEAVED": False}, {}),
         (kernels._recurrence_kernel, 4, verified, {"out": "*fp32", "scratch": "*fp32"}),

@@ -1,9 +1,11 @@
 """Recurrent layers: the short convolution, what a gated delta net makes of its result, linear attention with states by
 blocks, and the gated norm.
 
-No tile depends on a step. A program computes the rows of its request 16 at a time, at places that are multiples of 16
-from the request's first token, with the same products whether one of the rows is new or all of them are. So the bits of
-a token's result do not depend on how tokens come in steps, nor on other requests.
+The bits of a token's result do not depend on how tokens come in steps, nor on other requests. A program computes the
+rows of its request 16 at a time, at places that are multiples of 16 from the request's first token, with the same
+products whether one of the rows is new or all of them are. In a step of one token of each request its query and its key
+share such a tile: where in a tile a row lies does not change its sums. Nothing is compiled to fused products and sums
+that has several tiles, since each would have others.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def short_convolution(
     columns, ring, (channels, taps) = state["conv"], state["x"], weight.shape
     assert x.shape[1:].numel() == channels and x.stride(-1) == 1 and weight.is_contiguous()
     assert x.dtype == columns.dtype == ring.dtype and taps - 1 <= _BLOCK_TOKENS
-    out = x.new_empty(len(x), channels)
+    out, most = x.new_empty(len(x), channels), int(rows.query_lens_cpu.max())
+    block_tokens = 1 if most == 1 else _BLOCK_TOKENS
     constants = {
         "CHANNELS": channels,
         "TAPS": taps,
@@ -67,13 +70,13 @@ def short_convolution(
         "KEPT": rows.kept,
         "SILU": silu,
         "HAS_BIAS": bias is not None,
-        "BLOCK_T": _BLOCK_TOKENS,
+        "BLOCK_T": block_tokens,
         "BLOCK_C": _BLOCK_CHANNELS,
         "GRID": GRID,
     }
-    grid = (len(rows.slots), -(-int(rows.query_lens_cpu.max()) // _BLOCK_TOKENS), -(-channels // _BLOCK_CHANNELS))
+    grid = (len(rows.slots), -(-most // block_tokens), -(-channels // _BLOCK_CHANNELS))
     tensors = (x, weight, bias, columns, ring, *_operands(rows), out)
-    _variant(_short_convolution_kernel, tuple(constants.items())).launch(grid, tensors)
+    _variant(_short_convolution_kernel, tuple(constants.items()), enable_fp_fusion=False).launch(grid, tensors)
     return out
 
 
@@ -289,7 +292,6 @@ def recurrence(
     }
     kept = (state["matrix"], state["k"], state["d"], state["decay"])
     options = {"num_warps": _WARPS, "maxnreg": _REGISTERS} if one else {}
-    # Where products and sums are fused, the forms of a step may differ.
     variant = _variant(_recurrence_kernel, tuple(constants.items()), **options, enable_fp_fusion=False)
     grid = (len(rows.slots), heads, -(-value_dim // block_values))
     scratch = None if rows.kept else v.new_empty(len(rows.slots), heads, key_dim, value_dim)
