@@ -39,14 +39,16 @@ def written(image: Image.Image, format: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def png(width: int, height: int, rows: bytes = b"", depth: int = 8, color: int = 0) -> bytes:
-    """A file whose header says so, with ``rows`` compressed as its pixels."""
+def png(width: int, height: int, rows: bytes = b"", depth: int = 8, color: int = 0, times: int = 1) -> bytes:
+    """A file whose header says so, with ``rows`` compressed as its pixels, so many times."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")
+    packed = zlib.compressobj(9)
+    pixels = b"".join([*(packed.compress(rows) for _ in range(times)), packed.flush()])
+    parts = (b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
