@@ -49,11 +49,11 @@ _WINDOWS = {
     "query_pre_attn_scalar": 12, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
     "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
 }  # fmt: skip
-# DeepSeek-V3's layers, dense ones.
+# DeepSeek-V3's layers: the second one has experts, and a shared one that joins these.
 _LATENTS = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
     "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10,
-    "first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 8,
 }  # fmt: skip
 # GLM-5's layers: the second one attends to what the first has selected. So few heads of its indexer have equal scores.

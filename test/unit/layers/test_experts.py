@@ -156,6 +156,28 @@ def test_every_slot_of_the_sink_page_is_padding(monkeypatch: pytest.MonkeyPatch)
     assert is_padded.tolist() == [False, True, True, True, False]
 
 
+def test_few_tokens_go_through_a_shared_expert_as_through_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's result is that which it has among many, whose shared expert is a product of its own."""
+    path, changes = tiny_model_path("latents"), '{"first_k_dense_replace": 0, "n_routed_experts": 4}'
+    args = ServerArgs(model_path=path, device="cpu", load_format="dummy", json_model_override_args=changes)
+    model = resolve(args).model
+    layers = make_model(model, torch_context(Shard(), torch.float32)).layers
+    mlp = next(layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsMLP))
+    assert mlp.joins and mlp.shared is not None
+    generator = torch.Generator().manual_seed(3)
+    for slot in mlp.all_slots().values():
+        slot.dest.normal_(std=0.3, generator=generator)
+    batch = SimpleNamespace(out_slots=torch.arange(40) % 9 + 3, kv_pool=SimpleNamespace(page_size=4), normed={})
+    x = torch.randn(40, model.hidden_size, generator=generator)
+    many = mlp.forward(x.clone(), cast("ForwardBatch", batch))
+    batch.out_slots = batch.out_slots[:32]
+    monkeypatch.setattr(mlp.shared, "add_to", None)
+    few = mlp.forward(x[:32].clone(), cast("ForwardBatch", batch))
+    live = batch.out_slots >= 4
+    torch.testing.assert_close(few[live], many[:32][live])
+    assert not torch.equal(few, x[:32])
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
