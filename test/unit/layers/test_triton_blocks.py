@@ -6,6 +6,7 @@ Run as a script this file is the checks themselves, for the interpreter is chose
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,8 +37,9 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-def test_compiles_without_a_gpu(compiled: dict[str, str]) -> None:
-    assert compiled["sm_90"] == ""
+@pytest.mark.parametrize("name", ["sm_90", "first_start"])
+def test_compiles_without_a_gpu(name: str, compiled: dict[str, str]) -> None:
+    assert compiled[name] == ""
 
 
 # --- the checks, run in the script -------------------------------------------------------------------------------
@@ -146,9 +148,54 @@ def compile_for_hopper() -> None:
         compile_kernel(kernel, variant.constants, "sm_90", 4, 3, False, "bf16")
 
 
+def check_first_start() -> None:
+    """A first start of a small MiniCPM-SALA: all that its steps launch is compiled ahead, with none of them launched,
+    and more requests need no more kernels."""
+    import triton
+    from triton.runtime import driver
+    from triton_recorder import IS_KNOWN, STREAM, Recorder
+
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.cuda_layers import TRITON
+    from fenceline.layers.kernels.triton.lightning_inputs import lightning_inputs
+    from fenceline.layers.kernels.triton.select_blocks import store_means
+    from fenceline.memory_order.triton_launcher import compile_ahead
+
+    if not IS_KNOWN:
+        return
+    recorder = Recorder()
+    driver._active = recorder
+    torch._C._cuda_getCurrentRawStream = lambda device: STREAM
+    with TemporaryDirectory() as directory:
+        save_sala(Path(directory))
+        model = PagedModel(Path(directory), 16, "cpu")
+    model.backend = TritonAttentionBackend(model.pool, 0, model.model.attention_rules, model.config.num_heads)
+    prompts = torch.randint(0, 100, (8, 110))
+
+    def decode(size: int) -> None:
+        model.step([(row, prompts[row], 109, 110) for row in range(size)], ForwardMode.DECODE)
+
+    def run() -> None:
+        model.step([(0, prompts[0], 0, 90), (1, prompts[1], 0, 10)], ForwardMode.EXTEND)
+        model.step([(0, prompts[0], 90, 109), (1, prompts[1], 10, 15)], ForwardMode.EXTEND)
+        decode(8)
+
+    kernels = TRITON | {"store_means": store_means, "lightning_inputs": lightning_inputs}
+    with mock.patch.multiple(LayerKernels, **{name: staticmethod(kernel) for name, kernel in kernels.items()}):
+        with TemporaryDirectory() as empty, mock.patch.dict(os.environ, TRITON_CACHE_DIR=empty):
+            number = compile_ahead(run, 2)
+        assert 0 < number <= 14 and recorder.launches == [], number
+        compiled: list[object] = []
+        triton.knobs.compilation.listener = lambda **which: compiled.append(which["src"].name)
+        run()
+        for size in (2, 3, 5, 7):
+            decode(size)
+    assert compiled == [] and len(recorder.launches) > 100, compiled
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "compile":
-        print_outcomes({"sm_90": compile_for_hopper})
+        print_outcomes({"sm_90": compile_for_hopper, "first_start": check_first_start})
     else:
         set_up_interpreter()
         print_outcomes({name: globals()[f"check_{name}"] for name in INTERPRETED})
