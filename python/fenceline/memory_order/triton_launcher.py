@@ -109,10 +109,20 @@ class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made.zero_() if func.overloadpacket in self._EMPTY else made
 
 
+_LAUNCHED_AHEAD: list[Any] = []
+
+
+def launched_ahead(kernel: Any) -> Any:
+    """``kernel``, which ``compile_ahead`` launches: its results tell kernels that are not Triton's where to read. Its
+    own operands are right without any other kernel of Triton's."""
+    _LAUNCHED_AHEAD.append(kernel)
+    return kernel
+
+
 def compile_ahead(walk: Callable[[], object], num_threads: int) -> int:
     """Call ``walk`` without Triton's kernels: those that it would launch are compiled, ``num_threads`` at a time, and
-    nothing is launched. Returns when all are compiled: how many were not in Triton's cache on disk. One that cannot be
-    compiled is left to its first launch. 0 if this file does not know this version of Triton.
+    none but those ``launched_ahead`` is launched. Returns when all are compiled: how many were not in Triton's cache on
+    disk. One that cannot be compiled is left to its first launch. 0 if this file does not know this Triton's version.
 
     What the kernels would have written, ``walk``'s other operations see as zeros where it is newly allocated, so that
     an index is in bounds. ``walk`` is called again to launch the kernels."""
@@ -127,7 +137,9 @@ def compile_ahead(walk: Callable[[], object], num_threads: int) -> int:
     def compile_only(kernel: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
         kinds = [(x.dtype, x.data_ptr() % _ALIGNMENT) if isinstance(x, torch.Tensor) else x for x in args]
         key = (id(kernel), *kinds, *options.items())
-        if key not in seen:  # a layer launches what the others have launched
+        if any(kernel is one for one in _LAUNCHED_AHEAD):
+            run(kernel, *args, grid=grid, warmup=warmup, **options)
+        elif key not in seen:  # a layer launches what the others have launched
             seen.add(key)
             run(kernel, *args, grid=grid, warmup=True, **options)
 

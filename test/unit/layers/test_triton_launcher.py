@@ -27,6 +27,7 @@ from fenceline.layers.kernels.speculative_operands import AcceptOutputs, BeginOu
 from fenceline.layers.kernels.triton import (
     activation,
     extend_attention,
+    page_gather,
     rms_norm,
     rotate_store,
     select_blocks,
@@ -61,6 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         select_blocks._coarse_kernel,
         select_blocks._score_kernel,
         skinny_gemm._rows_kernel,
+        page_gather._gather_kernel,
         rotate_store._rotate_and_store_kernel,
         decode_prologue_triton._decode_prologue_kernel,
         sample_triton._piece_kernel,
@@ -276,6 +278,20 @@ def test_what_is_not_written_ahead_is_zeros(gpu: Recorder) -> None:
         launcher.compile_ahead(run, 1)
     assert len(found) == 4 and not any(tensor.any() for tensor in found) and len(gpu.launches) == 1
     rms_norm.rms_norm(x, weight, 1e-5)
+    assert len(gpu.launches) == 2
+
+
+@needs_known_triton
+def test_where_an_attention_library_reads_is_written_ahead_too(gpu: Recorder) -> None:
+    """FlashInfer's kernels, which are called ahead, would read anywhere or never end."""
+    ids, results = torch.ones(2, dtype=torch.int64), [torch.zeros(size, dtype=torch.int32) for size in (3, 8, 2)]
+
+    def run() -> None:
+        page_gather.gather_page_indices(torch.zeros(2, 4, dtype=torch.int32), ids, ids, 16, 4, *results)
+
+    assert launcher.compile_ahead(run, 1) == 1
+    assert len(gpu.launches) == 1
+    run()
     assert len(gpu.launches) == 2
 
 

@@ -10,10 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from fenceline.memory_order.triton_launcher import launched_ahead
+
 _BLOCK = 512  # page ids that a program copies at a time
 _MAX_PROGRAMS = 1024
 
 
+@launched_ahead
 @triton.jit(do_not_specialize=["out_stride"])
 def _gather_kernel(
     page_table, rows, seq_lens, out, starts, last_page_lens, seq_lens_32, table_stride, out_stride,
