@@ -95,7 +95,12 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
         (kernels._recurrence_kernel, 4, verified, {"out": "*fp32", "scratch": "*fp32"}),
         (kernels._recurrence_kernel, 4, heads | blocks, {"out": "*fp32"}),
         (kernels._recurrence_kernel, 4, heads | blocks | groups, {"out": "*fp32"}),
-        (kernels._recurrence_kernel, 4, heads | blocks | {"DECAYS": 128}, {"out": "*fp32"}),
+        (
+            kernels._recurrence_kernel,
+            4,
+            heads | blocks | {"DECAYS": 128, "CHUNK": kernels._BLOCK_DECAYS},
+            {"out": "*fp32"},
+        ),
         (kernels._recurrence_kernel, kernels._WARPS, heads | blocks | {"ONE": True}, {"out": "*fp32"}),
         (kernels._recurrence_kernel, kernels._WARPS, heads | blocks | groups | {"ONE": True}, {"out": "*fp32"}),
         (kernels._keep_rows_kernel, 4, heads | {"BLOCK_K": 128, "KEPT": True}, {}),

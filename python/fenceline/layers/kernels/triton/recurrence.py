@@ -23,8 +23,8 @@ from fenceline.memory_order.triton_launcher import KernelVariant
 
 _BLOCK_TOKENS, _BLOCK_CHANNELS = 32, 128
 _BLOCK_VALUES = 64  # features of values in a program
-_BLOCK_FEATURES = 32  # of keys, in a product
-_STAGES, _WARPS, _REGISTERS = 4, 4, 168  # for one token of each request
+_BLOCK_FEATURES, _BLOCK_DECAYS = 16, 32  # of keys, in a product, and if each has its own decay
+_STAGES, _WARPS, _REGISTERS = 5, 4, 128  # for one token of each request
 _BLOCK_ROWS, _BLOCK_ELEMENTS = 8, 1024  # of the gated norm
 _PRECISION = "tf32x3"  # three products of a tensor core, which together are as exact as float32
 
@@ -284,7 +284,7 @@ def recurrence(
         "KEPT": rows.kept,
         "HAS_BETA": beta is not None,
         "DECAYS": key_dim if decays.dim() == 3 else 1,
-        "CHUNK": _BLOCK_FEATURES,
+        "CHUNK": _BLOCK_FEATURES if decays.dim() == 2 else _BLOCK_DECAYS,
         "PRECISION": _PRECISION,
         "GRID": GRID,
         "ONE": one,
