@@ -183,7 +183,9 @@ def make_types_quickly() -> None:
         return tl.constexpr(True) if self is other else compare(self, other)
 
     def same_type(self, other):  # type: ignore[no-untyped-def]
-        return self is other or compare_types(self, other)
+        if isinstance(other, tl.dtype):
+            return self is other or self.name == other.name
+        return compare_types(self, other)
 
     compare, tl.tuple.__eq__ = tl.tuple.__eq__, same_shape  # type: ignore[method-assign]
     compare_types, tl.dtype.__eq__ = tl.dtype.__eq__, same_type  # type: ignore[method-assign]
