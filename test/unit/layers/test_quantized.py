@@ -504,8 +504,9 @@ def test_on_line_int4_of_experts(family: str, plain_of: Callable[[str], Path]) -
     ours = load_model(config, "auto", CPU, context, 0, progress=False).layers[1].mlp
     assert isinstance(ours, ExpertsMLP) and isinstance(exact, ExpertsMLP)
     for name in ("gate_up", "down"):
-        matrices, plain_numbers = getattr(ours, name), getattr(exact, name).data
+        matrices = getattr(ours, name)
         numbers = four_bit_numbers(matrices.data, matrices.scales, matrices.zeros, torch.float32)
+        plain_numbers = getattr(exact, name).data[: len(numbers)]  # behind them may lie a shared expert's
         worst = 0.501 * matrices.scales.repeat_interleave(128, 2)
         assert ((numbers - plain_numbers).abs() <= worst).all()
         assert (numbers - plain_numbers).abs().max() > 0
