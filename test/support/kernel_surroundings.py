@@ -160,9 +160,13 @@ def check(launch: Launch, device: str = "cpu", pdl: bool = False, but: torch.Ten
 
 def check_forgetting(launches: Sequence[Launch]) -> None:
     """Checks that ``check`` fails for at least one launch of a kernel if any of the operands is not declared. So every
-    declaration is needed, and ``check`` can fail."""
+    declaration is needed, and ``check`` can fail. The smallest launches come first: most operands need no other."""
+
+    def size(launch: Launch) -> int:
+        return sum(_size(operand) for operand in launch.operands if isinstance(operand, torch.Tensor))
+
     for number in range(len(launches[0].operands)):
-        given = [launch for launch in launches if isinstance(launch.operands[number], torch.Tensor)]
+        given = [launch for launch in sorted(launches, key=size) if isinstance(launch.operands[number], torch.Tensor)]
         if given and all(_is_true_without(launch, number) for launch in given):
             raise AssertionError(f"operand {number} of {launches[0].kernel.name} need not be declared")
 
