@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
 
 
 def test_held_out_questions_alone_and_in_company(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--pictures", "--alone", "--require-equal", "--num-items", "180", "--concurrency", "32"]
+    flags = ["--pictures", "--alone", "--require-equal", "--num-items", "90", "--concurrency", "32"]
     assert eval_demo.main(["--base-url", url, *flags, "--min-accuracy", "0.95"]) == 0, capsys.readouterr().out
     assert "0 answers differ" in capsys.readouterr().out
 
