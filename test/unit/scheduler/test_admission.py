@@ -318,7 +318,7 @@ PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=14)
 REQS = st.lists(st.tuples(PROMPTS, st.integers(1, 12), st.integers(0, 2)), max_size=6)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     running=REQS,
     waiting=REQS,
