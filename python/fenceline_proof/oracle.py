@@ -162,14 +162,17 @@ class Model:
 
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
-        these."""
+        these. DeepSeek-V3's by their sigmoids, 2.5 in all, beside an expert that all tokens share."""
         if f"{name}.gate.weight" not in self.weights:
             return self.gated(x, name)
-        result = np.zeros_like(x)
+        has_shared = f"{name}.shared_experts.up_proj.weight" in self.weights
+        result = self.gated(x, f"{name}.shared_experts") if has_shared else np.zeros_like(x)
         for token, scores in enumerate(self.linear(x, f"{name}.gate")):
-            best = np.argsort(-scores)[: self.top_k]
-            shares = np.exp(scores[best] - scores.max())
-            for expert, share in zip(best, shares / shares.sum(), strict=True):
+            likely = 1 / (1 + np.exp(-scores)) if has_shared else np.exp(scores - scores.max())
+            correction = self.weights[f"{name}.gate.e_score_correction_bias"] if has_shared else 0.0
+            best = np.argsort(-(likely + correction))[: self.top_k]
+            shares = (2.5 if has_shared else 1.0) * likely[best] / likely[best].sum()
+            for expert, share in zip(best, shares, strict=True):
                 result[token] += share * self.gated(x[token], f"{name}.experts.{int(expert)}")
         return result
 
