@@ -201,6 +201,8 @@ class CudaDevice(Device):
         begin, number = time.perf_counter(), 0
         try:
             number = triton_launcher.compile_ahead(walk, min(num_usable_cores(), _MAX_THREADS))
+        except torch.OutOfMemoryError:
+            raise  # one rank may be short of memory, and the others would wait for it where it has left the walk
         except Exception:
             logger.warning("Kernels are compiled when they are first launched", exc_info=True)
         self.synchronize()

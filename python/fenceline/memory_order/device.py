@@ -169,7 +169,8 @@ class Device(ABC):
 
     def compile_ahead(self, walk: Callable[[], object]) -> bool:
         """Compile the kernels that ``walk`` launches, several at a time, by calling it without them. Its results are
-        meaningless. Whether any was new to this machine; a device whose kernels need no compiling does not call it."""
+        meaningless. Whether any was new to this machine; a device whose kernels need no compiling does not call it.
+        Raises ``torch.OutOfMemoryError`` as ``walk`` does; after any other error kernels are compiled later."""
         return False
 
     def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:

@@ -268,6 +268,22 @@ def test_the_device_says_its_memory_and_waits_as_a_whole(machine: Machine) -> No
     assert machine.take() == [("synchronize", DEVICE)]
 
 
+def test_only_too_little_memory_ends_a_start_that_compiles_ahead(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The message is then about memory, and no rank goes on while others wait for it inside the walk."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    device = open_cuda(machine)
+
+    def walk(error: Exception) -> None:
+        raise error
+
+    assert not device.compile_ahead(lambda: walk(RuntimeError("an odd result")))
+    assert "an odd result" in caplog.text and machine.take() == [("synchronize", DEVICE)]
+    with pytest.raises(torch.OutOfMemoryError):
+        device.compile_ahead(lambda: walk(torch.OutOfMemoryError("8 GiB")))
+
+
 def test_a_full_stop_is_one_unless_its_guard_is_severed(machine: Machine) -> None:
     device = open_cuda(machine)
     device.full_stop(GROWTH_STOP)
