@@ -223,6 +223,7 @@ class EngineConfig:
                 least, most = self.speculative.match_window
                 flags["speculative_ngram_min_match_window_size"] = least
                 flags["speculative_ngram_max_match_window_size"] = most
+        flags["enable_mixed_chunk"] = self.mixes_steps
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND, "is_embedding": self.model.embeds}
 

@@ -148,6 +148,7 @@ def test_steps_are_mixed_by_default_on_a_gpu(
     config = resolve(parse_args(["--model-path", "demo", "--device", device, *flags.split()]), cuda_probe=lambda: True)
     explain_flags(config)
     assert (config.mixes_steps, caplog.messages) == (mixes, [])
+    assert config.public_dict()["enable_mixed_chunk"] is mixes, "/server_info says what is done"
 
 
 COSTS = MixedCosts((32, 128, 256), (0.010, 0.014, 0.022), per_pair=1e-6, per_context=1e-6)
