@@ -137,7 +137,7 @@ _REMEDIES: Mapping[str, str] = {
     "prefill and decode share one server: leave it out": (
         "--disaggregation-mode=null,none --disaggregation-* --kv-transfer-config --num-reserved-decode-tokens"
     ),
-    "prefill and decode on SMs of their own gained less than in one step: use --enable-mixed-chunk": (
+    "on a GPU prefill and decode share steps, which gained more than SMs of their own: leave it out": (
         "--enable-pdmux --pdmux-config-path --sm-group-num"
     ),
     "use --is-embedding for embeddings": "--runner=auto,generate --task=auto,generate --convert=auto,none",
