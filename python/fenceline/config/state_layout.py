@@ -34,10 +34,10 @@ class StateSpec:
     kept: tuple[TokenRow, ...]
 
 
-def convolution(channels: int, taps: int, dtype: str) -> StateSpec:
+def convolution(channels: int, taps: int, dtype: str, groups: int = 1) -> StateSpec:
     """Of a convolution over ``taps`` tokens: the inputs of the last ones, in the model's ``dtype``. The state has those
-    before the point of the grid."""
-    columns = KVRow("conv", (taps - 1, channels), dtype)
+    before the point of the grid. ``groups``: in how many the channels lie, so that what is stored tells the order."""
+    columns = KVRow("conv", (taps - 1, *((groups,) if groups > 1 else ()), channels // groups), dtype)
     return StateSpec((columns,), (TokenRow(KVRow("x", (channels,), dtype), taps - 1),))
 
 

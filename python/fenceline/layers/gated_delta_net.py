@@ -56,7 +56,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.out_proj = RowParallelLinear("out_proj", values, config.hidden_size, False, context)
         dtype = str(context.dtype).removeprefix("torch.")
         self.state_spec = state_layout.together(
-            state_layout.convolution(sum(self._parts), self.sizes.taps, dtype),
+            state_layout.convolution(sum(self._parts), self.sizes.taps, dtype, key_heads if interleaved else 1),
             state_layout.recurrence(heads, key_heads, self.sizes.key_dim, self.sizes.value_dim),
         )
 

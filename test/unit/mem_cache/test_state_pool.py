@@ -42,6 +42,15 @@ def test_layers_have_the_tensors_that_they_declare(most_undone: int) -> None:
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == _shapes(spec, most_undone)
 
 
+def test_what_is_stored_tells_the_order_of_its_channels() -> None:
+    """Else a server would begin with a state in which another, or an earlier version, had ordered them otherwise."""
+    config = resolve(ServerArgs(model_path=tiny_model_path("states"), device="cpu", load_format="dummy")).model
+    specs = make_model(config, torch_context(Shard(), torch.float32)).state_specs
+    apart = together(convolution(44, 4, "float32"), recurrence(4, 2, 6, 5))  # queries, then keys, then values
+    pools = [StatePool(1, 1, each, torch.device("cpu")) for each in (specs, [apart, apart])]
+    assert pools[0].nbytes == pools[1].nbytes and pools[0].description != pools[1].description
+
+
 def test_no_two_tensors_share_bytes() -> None:
     tensors = [tensor for of_layer in _pool().layers for tensor in of_layer.values()]
     for number, tensor in enumerate(tensors):

@@ -48,6 +48,7 @@ def short_convolution(
     G, C / G], weight [C, taps] and bias [C] → a new tensor [T, C] of x's type, if ``silu`` after that. The state has
     ``conv`` and ``x``."""
     x, columns, ring, taps = x.flatten(1), state["conv"], state["x"], weight.shape[1]
+    columns = columns.view(*columns.shape[:2], -1)
     result = x.new_zeros(x.shape)
     before, weight = taps - 1, weight.float()
     for row in _requests(rows):
