@@ -111,6 +111,7 @@ class Model:
         if self.latent_size:
             self.score_scale = 1 / math.sqrt(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
         self.top_k: int = config.get("num_experts_per_tok", 0)
+        self.experts_scale: float = config.get("routed_scaling_factor", 1.0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.num_kv_heads: int = config["num_key_value_heads"]
@@ -162,7 +163,7 @@ class Model:
 
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
-        these. DeepSeek-V3's by their sigmoids, 2.5 in all, beside an expert that all tokens share."""
+        these. DeepSeek-V3's by their sigmoids, beside an expert that all tokens share."""
         if f"{name}.gate.weight" not in self.weights:
             return self.gated(x, name)
         has_shared = f"{name}.shared_experts.up_proj.weight" in self.weights
@@ -171,7 +172,7 @@ class Model:
             likely = 1 / (1 + np.exp(-scores)) if has_shared else np.exp(scores - scores.max())
             correction = self.weights[f"{name}.gate.e_score_correction_bias"] if has_shared else 0.0
             best = np.argsort(-(likely + correction))[: self.top_k]
-            shares = (2.5 if has_shared else 1.0) * likely[best] / likely[best].sum()
+            shares = self.experts_scale * likely[best] / likely[best].sum()
             for expert, share in zip(best, shares, strict=True):
                 result[token] += share * self.gated(x[token], f"{name}.experts.{int(expert)}")
         return result

@@ -54,7 +54,7 @@ _LATENTS = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
     "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10,
     "first_k_dense_replace": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
-    "moe_intermediate_size": 8,
+    "moe_intermediate_size": 8, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 # GLM-5's layers: the second one attends to what the first has selected. So few heads of its indexer have equal scores.
 _SPARSE = _LATENTS | {
