@@ -70,12 +70,8 @@ class GatedDeltaNet(RecurrentMixer):
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v [T, features]; z [T, heads, value_dim]; a and b [T, heads]. If they are interleaved, all have an
         axis of key heads before the last axes."""
-        heads, key_heads, mixed, values = (
-            self.heads.num_heads,
-            self.gates.num_key_heads,
-            sum(self._parts),
-            self._parts[2],
-        )
+        heads, key_heads = self.heads.num_heads, self.gates.num_key_heads
+        mixed, values = sum(self._parts), self._parts[2]
         if not self.gates.interleaved:
             qkv, z, b, a = projected.split((mixed, values, heads, heads), 1)
             return qkv, z.unflatten(1, (heads, -1)), a, b
