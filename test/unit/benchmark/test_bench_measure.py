@@ -57,44 +57,6 @@ def test_each_job_ends_in_time_and_its_files_are_kept(tmp_path: Path) -> None:
         assert "logs/waits.log" in archive.getnames()
 
 
-def test_jobs_are_chosen_by_name_and_another_checkout_is_given(tmp_path: Path) -> None:
-    jobs = _job("fails", "gpu", 60, "false") + _job("compares", "timed", 60, "ls {before}", "page")
-    (tmp_path / "before").mkdir()
-    (tmp_path / "before" / "page.py").touch()
-    done = _measure(tmp_path, jobs, "--only", "comp*", "--before", str(tmp_path / "before"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "page.py" in done.stdout and "fails" not in done.stdout
-
-
-def test_timed_jobs_have_as_many_gpus_to_themselves_as_they_need(tmp_path: Path) -> None:
-    meet = "touch {out}/../here-%s; for i in $(seq 600); do [ -e {out}/../here-%s ] && exit 0; sleep 0.1; done; exit 1"
-    jobs = (
-        _job("one", "timed", 70, "echo GPU $CUDA_VISIBLE_DEVICES; " + meet % (1, 2), "GPU")
-        + _job("two", "timed", 70, "echo GPU $CUDA_VISIBLE_DEVICES; " + meet % (2, 1), "GPU")
-        + _job("both", "timed", 60, "ls {out}/../here-1 && echo GPUs $CUDA_VISIBLE_DEVICES", "GPUs").replace(
-            "use", "gpus = 2\nuse"
-        )
-        + _job("all", "gpu", 60, "true").replace("use", "gpus = 3\nuse")
-    )
-    done = _measure(tmp_path, jobs, "--seconds", "300", "--gpus", "2")
-    ends = dict(re.findall(r"^(\w+) +(not begun|stopped|\d+) ", done.stdout, re.MULTILINE))
-    assert ends == {"one": "0", "two": "0", "both": "0", "all": "not begun"}, done.stdout
-    assert "GPUs 0,1\n" in done.stdout and "GPU 0" in done.stdout and "GPU 1" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("jobs", "reason"),
-    [
-        (_job("one", "fast", 1, "true"), "one: use is one of timed, gpu, cpu, not 'fast'"),
-        (_job("one", "cpu", 1, "true") * 2, "two jobs are called one"),
-        ('[[job]]\nname = "one"\n', "missing 4 required positional arguments"),
-    ],
-)
-def test_a_wrong_list_is_refused(tmp_path: Path, jobs: str, reason: str) -> None:
-    done = _measure(tmp_path, jobs)
-    assert done.returncode == 2 and reason in done.stderr
-
-
 def test_the_list_names_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import measure

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from types import ModuleType
 import pytest
 from aiohttp import web
 
-from fenceline_demo.client import Reply, server_url
+from fenceline_demo.client import Reply
 from fenceline_demo.evaluation import compare, held_out_items, load_run, score
 from fenceline_demo.picture_chat import held_out_pictures
 
@@ -33,8 +32,6 @@ def _script(name: str) -> ModuleType:
 
 
 EVAL = _script("eval_demo")
-FORMATS = _script("eval_formats")
-
 Answerer = Callable[[dict[str, object]], str | None]
 
 
@@ -213,70 +210,3 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
     file.write_text('{"items": [{"nonsense": 1}]}')
     with pytest.raises(ValueError, match="--json"):
         load_run(file)
-
-
-@pytest.mark.parametrize(
-    ("base", "host", "port", "url"),
-    [
-        ("http://h:1/v1/", "x", 2, "http://h:1"),
-        (None, "127.0.0.1", 30000, "http://127.0.0.1:30000"),
-        (None, "http://127.0.0.1", 30000, "http://127.0.0.1:30000"),
-    ],
-)
-def test_server_url(base: str | None, host: str, port: int, url: str) -> None:
-    assert server_url(base, host, port) == url
-
-
-class FormatEngine:
-    """Knows every answer but the first of three in int4; each token of an answer has one probability by format."""
-
-    def __init__(self, quantization: str | None, **flags: object) -> None:
-        assert flags["model_path"] == "demo" and flags["device"] == "auto"
-        if flags["tp_size"] == 2:
-            quantization = "int4"
-        self._quantization = quantization
-        self._answers = {item.prompt(): item.item.answer for item in held_out_items(0, 3)}
-
-    def __enter__(self) -> FormatEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return
-
-    def generate(
-        self, prompts: list[str], limits: list[dict[str, object]], return_logprob: bool = False, **options: object
-    ) -> list[dict[str, object]]:
-        if not return_logprob:
-            wrong = 0 if self._quantization == "int4" else None
-            return [
-                {"text": " ?" if i == wrong else f" {self._answers[prompt]}", "meta_info": {"prompt_tokens": 2}}
-                for i, prompt in enumerate(prompts)
-            ]
-        assert all(text.startswith(prompt) for text, prompt in zip(prompts, self._answers, strict=True))
-        assert options == {"logprob_start_len": 0} and all(text.endswith("\n") for text in prompts)
-        probability = 0.8 if self._quantization is None else 0.5
-        known = [[None, 1, None], *([[math.log(probability), 3, None]] * 4)]
-        return [{"meta_info": {"input_token_logprobs": known}} for _ in prompts]
-
-
-def test_formats_are_compared_with_the_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(FORMATS.fenceline, "Engine", FormatEngine)
-    call = ["--num-items", "3", "--formats", "none", "fp8", "int4"]
-    assert FORMATS.main(call) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lines == [
-        ["none", "3", "100.00%", "1.2500", "0", "+0.00"],
-        ["fp8", "3", "100.00%", "2.0000", "0", "+0.00"],
-        ["int4", "2", "66.67%", "2.0000", "1", "+33.33"],
-    ]
-    assert FORMATS.main([*call, "--max-loss", "2"]) == 1
-    capsys.readouterr()
-    assert FORMATS.main(["--num-items", "3", "--formats", "none", "--flags", "--tp-size 2", "--max-loss", "2"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.split() == ["--tp-size", "2", "2", "66.67%", "2.0000", "1", "+33.33"]
-    assert FORMATS.main(["--num-items", "3", "--formats", "none", "fp8", "--max-loss", "2"]) == 0
-    capsys.readouterr()
-    assert FORMATS.main(["--num-items", "3", "--formats", "fp4"]) == 2
-    assert capsys.readouterr().err.startswith("eval_formats: --quantization fp4: choose one of fp8, int4")

@@ -10,9 +10,8 @@ import pytest
 import torch
 from scheduler_driver import Driver, answers, make_model_driver, request
 from speculative_driver import STANDALONE, make_driver
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from demo_training.model import MOE_SHAPE, DemoModel
 from fenceline import demo_model_path
 from fenceline.layers.experts import ExpertsMLP
 from fenceline.layers.kernels.base import LayerKernels, Routing
@@ -58,7 +57,7 @@ def test_it_is_small_and_has_eight_experts_of_which_two_are_used() -> None:
 
 
 def test_held_out_items_are_answered_and_wrong_experts_show(tokenizer: PreTrainedTokenizerBase) -> None:
-    items = held_out_items(seed=21, num_items=60, categories=SKILLS)
+    items = held_out_items(seed=21, num_items=24, categories=SKILLS)
     driver = make_model_driver(model_path="demo-moe")
     assert share_right(driver, tokenizer, items) >= 0.9
     driver = make_model_driver(model_path="demo-moe")
@@ -68,31 +67,6 @@ def test_held_out_items_are_answered_and_wrong_experts_show(tokenizer: PreTraine
         weight.copy_(weight.roll(1, 0))  # each expert in its neighbour's place
     wrong = share_right(driver, tokenizer, items)
     assert wrong < 0.3, wrong
-
-
-def test_every_expert_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Each gets at least a fortieth of the choices in each layer; equal shares would be an eighth."""
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path("demo-moe"), dtype=torch.float32).eval()
-    ids = [tokenizer(item.prompt())["input_ids"] for item in held_out_items(3, 20, SKILLS)]
-    with torch.no_grad():
-        logits = [model(torch.tensor([prompt]), output_router_logits=True).router_logits for prompt in ids]
-    for layer in range(MOE_SHAPE.num_hidden_layers):
-        chosen = torch.cat([by_layer[layer].topk(2).indices.flatten() for by_layer in logits])
-        assert (chosen.bincount(minlength=8) / len(chosen)).min() > 1 / 40
-
-
-def test_the_trained_mixture_is_differentiable() -> None:
-    """And its loss adds what keeps the experts equally busy."""
-    torch.manual_seed(0)
-    model = DemoModel(MOE_SHAPE, torch.float32, compiled=False)
-    with torch.no_grad():
-        model.w_down.normal_(std=0.1)  # it starts as nothing
-    ids = torch.randint(0, MOE_SHAPE.vocab_size, (2, 17))
-    loss, hits = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.ones(2, 16))
-    loss.backward()
-    assert hits.shape == (2, 16)
-    for param in (model.router, model.w_gate, model.w_up, model.w_down):
-        assert param.grad is not None and float(param.grad.abs().sum()) > 0
 
 
 @pytest.mark.parametrize("topk", [0, 1, 2], ids=["no draft", "chain", "tree"])
