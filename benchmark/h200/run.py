@@ -4,7 +4,7 @@
     python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
     python benchmark/h200/run.py --shape 8b --load stalls-64 stalls-128 stalls-16 \
         --server-args "--enable-mixed-chunk --max-inter-token-ms 30"    # and without: who decodes while prompts come
-    python benchmark/h200/run.py --shape 8b --load stalls-64 --goodput ttft:500 tpot:25 --timeout 900
+    python benchmark/h200/run.py --shape 8b --load stalls-128 --fewer 4 --goodput ttft:500 tpot:25    # a minute
     python benchmark/h200/run.py --shape qwen2.5-vl-7b             # with images: each new, or seen before
     python benchmark/h200/run.py --shape minicpm-sala --server-args "--page-size 64" --load 32 long-16
     python benchmark/h200/run.py --shape tiny --quick              # on any machine: whether it works at all

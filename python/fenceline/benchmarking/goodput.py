@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 _PRECISION = 0.05  # of the rate; runs of some hundred requests tell no more
-_MOST_DOUBLINGS = 6
+_FIRST_STEP = 0.2  # away from what the server sustains, of that; each further step is twice as wide
+_MOST = 64  # times that
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,17 @@ async def find_max_goodput(probe: Callable[[float, int], Awaitable[Trial]], want
     capacity = trials[0].request_throughput
     if trials[0].good_request_fraction >= wanted or capacity == 0:
         return trials
-    low, high = 0.0, capacity
-    for _ in range(_MOST_DOUBLINGS):  # a server under less pressure may sustain more
-        if not await meets(high):
-            break
-        low, high = high, 2 * high
-    while high - low > _PRECISION * high and high > _PRECISION * capacity:
-        middle = (low + high) / 2
-        if await meets(middle):
-            low = middle
+    low, high, rate, step = 0.0, math.inf, capacity, _FIRST_STEP
+    while _PRECISION * capacity < rate < _MOST * capacity and high - low > _PRECISION * rate:
+        if await meets(rate):
+            low = rate
         else:
-            high = middle
+            high = rate
+        if low and high < math.inf:
+            rate = (low + high) / 2
+        else:  # a server under less pressure may sustain more
+            rate = low * (1 + step) if low else high / (1 + step)
+            step *= 2
     return trials
 
 

@@ -229,7 +229,7 @@ def test_goodput_counts_who_met_every_limit_of_all_that_were_sent() -> None:
     assert (metrics.request_goodput, metrics.good_fraction) == (3 / 4.0, 3 / 5)
 
 
-@pytest.mark.parametrize(("capacity", "limit"), [(20.0, 13.0), (20.0, 31.0), (20.0, 0.3)])
+@pytest.mark.parametrize(("capacity", "limit"), [(20.0, 13.0), (20.0, 19.0), (20.0, 31.0), (20.0, 0.3)])
 async def test_the_search_closes_in_on_the_highest_rate(capacity: float, limit: float) -> None:
     probed: list[tuple[float, int]] = []
 
@@ -240,7 +240,7 @@ async def test_the_search_closes_in_on_the_highest_rate(capacity: float, limit: 
     trials = await find_max_goodput(probe, 0.99, seed=7)
     best = best_of(trials, 0.99)
     assert probed[0][0] == float("inf") and [seed for _, seed in probed] == list(range(7, 7 + len(probed)))
-    assert len(probed) < 10
+    assert len(probed) <= 7
     if limit < capacity / 20:
         assert best is None
     else:
