@@ -35,7 +35,9 @@ def run(tool: str, *program: str, **environ: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--eager",), ("--speculative",)], ids=["graphs", "eager", "speculative"])
+@pytest.mark.parametrize(
+    "flags", [(), ("--eager",), ("--speculative",), ("--mixed",)], ids=["graphs", "eager", "speculative", "mixed"]
+)
 def test_memcheck_is_clean(flags: tuple[str, ...]) -> None:
     caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if "--eager" in flags else {}
     assert "ERROR SUMMARY: 0 errors" in run("memcheck", str(SCRIPT), *flags, **caching)
