@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 
 # Every step uploads and downloads the same layout, so that another step's values are valid, and wrong.
 BATCHES = swap_trace(50, 24)
+TRACES = {"decode": BATCHES, "mixed": swap_trace(50, 24, mixed=True)}
 
 
 def late_uploads(device: Device) -> None:
@@ -53,13 +54,16 @@ def test_every_edge_of_the_rings_has_its_spin() -> None:
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("steps", TRACES)
 @pytest.mark.parametrize("name", SPINS)
-def test_an_edge_is_necessary(name: str, guarded: bool) -> None:
-    expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
+def test_an_edge_is_necessary(name: str, steps: str, guarded: bool) -> None:
+    """``steps``: of rows that decode, or of these beside prompts."""
+    batches = TRACES[steps]
+    expected = play(runners("cuda", 1)[0], batches, overlap=False)
     runner = make_runner(open_device("cuda"), trace_shape(1))
     if name == HOST_AFTER_FORWARD.name:
         send_by_forward(runner)
-    got = play_spinning(runner, BATCHES, 4, SPINS[name], "" if guarded else name)
+    got = play_spinning(runner, batches, 4, SPINS[name], "" if guarded else name)
     assert bool(first_difference(expected, got)) != guarded
 
 

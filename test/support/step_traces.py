@@ -124,6 +124,14 @@ class TraceMaker:
             )
         )
 
+    def beside_a_prompt(self, prompt_len: int) -> None:
+        """The last step, of decoding requests, also gets a new prompt, which ends with its first token."""
+        decodes, req = self.batches.pop(), self.new_req(prompt_len, 0, PLAIN[1])
+        assert req is not None
+        self.extend([req])
+        self.leave(req)
+        self.batches[-1] = self.batches[-1].beside(decodes)
+
     def leave(self, req: TraceReq) -> None:
         """End ``req``. Its row and pages are the first to be leased in the next step."""
         self.live.remove(req)
@@ -206,10 +214,11 @@ def _random_req(maker: TraceMaker) -> TraceReq | None:
     )
 
 
-def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -> list[StepBatch]:
+def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6, mixed: bool = False) -> list[StepBatch]:
     """Two sets of requests alternate. Every step uploads its inputs with the same layout, so that a step that gets
-    another step's values still computes valid addresses from them. Pages have one token."""
-    shape = TraceShape(page_size=1, num_rows=2 * batch, num_pages=2 * batch * (prompt_len + num_steps))
+    another step's values still computes valid addresses from them. Pages have one token. ``mixed``: each step also has
+    a prompt, which ends with its first token."""
+    shape = TraceShape(page_size=1, num_rows=2 * batch + 1, num_pages=2 * batch * (prompt_len + num_steps) + prompt_len)
     maker = TraceMaker(shape, Random(seed))
     reqs = [maker.new_req(prompt_len, num_steps, PLAIN[i % len(PLAIN)]) for i in range(2 * batch)]
     sets = [[req for req in half if req is not None] for half in (reqs[:batch], reqs[batch:])]
@@ -218,6 +227,8 @@ def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -
         maker.extend(half)
     for step in range(num_steps):
         maker.decode(sets[step % 2])
+        if mixed:
+            maker.beside_a_prompt(prompt_len)
     return maker.batches
 
 
