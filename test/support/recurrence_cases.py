@@ -177,7 +177,7 @@ def check_steps(kind: Kind, arithmetic: Arithmetic, device: str = "cpu") -> None
         assert torch.equal(torch.cat(found[i]), whole)
         with torch.device(device):
             (decoded,) = empty_states([kind.spec], 2)
-        ends = sorted({0, *range((2 * GRID - 2, 40, 0)[i], len(whole) + 1)})  # also behind a prompt
+        ends = sorted({0, 1, 2, *range((2 * GRID - 2, 44, GRID - 4)[i], len(whole) + 1)})  # and behind a prompt
         tokens = [
             step(kind, decoded, [(1, inputs, first // GRID * GRID, first, end)], True, arithmetic)[0]
             for first, end in pairwise(ends)

@@ -46,13 +46,16 @@ def work_of(case: Case, mode: ForwardMode) -> Work:
 
 heads = st.sampled_from([(1, 1), (4, 4), (6, 2), (4, 1)])
 page_sizes = st.sampled_from([1, 16, 32, 64])
+few = settings(max_examples=40)  # each is a step of several requests
 
 
+@few
 @given(st.lists(st.integers(1, 140), min_size=1, max_size=9), page_sizes, heads, st.integers(0, 99))
 def test_decode_equals_the_textbook(seq_lens: list[int], page_size: int, heads: tuple[int, int], seed: int) -> None:
     Case(seq_lens, [1] * len(seq_lens), page_size, heads, seed).check(ForwardMode.DECODE)
 
 
+@few
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=5), page_sizes, heads)
 def test_extend_equals_the_textbook(requests: list[tuple[int, int]], page_size: int, heads: tuple[int, int]) -> None:
     seq_lens = [prefix + new for prefix, new in requests]
@@ -64,6 +67,7 @@ def test_extend_in_several_query_blocks() -> None:
     Case([700, 300, 258, 600], [600, 257, 256, 1], 16, (2, 1), seed=1).check(ForwardMode.EXTEND)
 
 
+@few
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=5),
     st.integers(1, 64).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))),
@@ -90,6 +94,7 @@ rules_of_six = st.builds(
 )
 
 
+@few
 @given(
     st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=5),
     page_sizes,
@@ -123,6 +128,7 @@ def test_extend_with_rules_in_several_query_blocks() -> None:
     Case([700, 300, 258, 600], [600, 257, 256, 1], 16, (2, 1), seed=1, rules=rules).check(ForwardMode.EXTEND)
 
 
+@few
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=5),
     st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))),
@@ -201,7 +207,7 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always_worth_it")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(few, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), min_size=2, max_size=8),
     groups=st.lists(st.tuples(st.integers(0, 7), st.integers(2, 8), st.integers(1, 70)), max_size=3),

@@ -175,9 +175,11 @@ def run_steps(model: PagedModel) -> list[torch.Tensor]:
 FOURFOLD: dict[str, object] = {"num_attention_heads": 8, "intermediate_size": 72, "head_dim": 12}
 
 
-# On four ranks one of each family.
-RANKS = [*((name, 2) for name in CHECKPOINTS if "llama-" not in name), ("llama-tied-biased", 2)]
-RANKS += [(name, 4) for name in {family: name for name, (family, _) in CHECKPOINTS.items()}.values()]
+# Of each family the last, and those that ranks divide otherwise; on four ranks one of each kind of layer.
+RANKS = [(name, 2) for name in {family: name for name, (family, _) in CHECKPOINTS.items()}.values()]
+RANKS += [(name, 2) for name in ("llama-tied-biased", "deepseek-v2", "deepseek-v3", "qwen3-moe-mixed", "gemma3")]
+RANKS += [(name, 4) for name in ("qwen3", "gpt-oss", "mixtral", "deepseek-v2", "qwen3-next", "nemotron-h-moe")]
+RANKS = list(dict.fromkeys(RANKS))
 
 
 @pytest.mark.parametrize(("name", "size"), RANKS)
@@ -195,17 +197,16 @@ def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("name", "number", "size", "ep_size", "spread"),
     [
-        ("qwen3-moe-mixed", "num_experts"),
-        ("qwen2-moe", "num_experts"),
-        ("glm4-moe", "n_routed_experts"),
-        ("gpt-oss", "num_local_experts"),
-        ("nemotron-h-moe", "n_routed_experts"),
+        ("qwen3-moe-mixed", "num_experts", 2, 2, "as they fall"),
+        ("qwen3-moe-mixed", "num_experts", 4, 4, "all to the same"),
+        ("qwen2-moe", "num_experts", 4, 2, "all to the same"),
+        ("glm4-moe", "n_routed_experts", 4, 2, "as they fall"),
+        ("gpt-oss", "num_local_experts", 4, 2, "as they fall"),
+        ("nemotron-h-moe", "n_routed_experts", 4, 2, "as they fall"),
     ],
 )
-@pytest.mark.parametrize(("size", "ep_size"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("spread", ["as they fall", "all to the same"])
 def test_experts_split_over_ranks_compute_what_one_rank_does(
     name: str, number: str, size: int, ep_size: int, spread: str, tmp_path: Path
 ) -> None:

@@ -106,19 +106,15 @@ KIMI = {
     "linear_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
 }
-# Of each arrangement of numbers, scales and zeros one: for families whose matrices lie as those of another one.
+# Of each arrangement of numbers, scales and zeros one.
 ARRANGEMENTS = ("fp8-tensor", "fp8-static", "fp8-blocks", "compressed-tensors-channel", "w8a8", "awq", "gptq")
 OTHERS = [
     *(("qwen3-moe", name) for name in FORMATS),
-    *((family, name) for family in ("deepseek-v2", "phi3", "glm4", "mixtral") for name in ARRANGEMENTS),
-    *(("deepseek-v3.2", name) for name in ARRANGEMENTS[:4]),
-    *(("glm-5", name) for name in ARRANGEMENTS[:4]),
-    *((family, name) for name in ("fp8-blocks", "awq") for family in ("glm4-moe", "minimax-m2", "qwen2-moe")),
-    ("glm4-moe", "compressed-tensors-channel"),
-    *((family, name) for family in ("kimi-linear", "lfm2") for name in ("fp8-blocks", "fp8-static", "w8a8", "awq")),
-    *((family, name) for family in ("kimi-linear", "lfm2") for name in ("gptq", "compressed-tensors-int4")),
+    *((family, name) for family in ("deepseek-v2", "phi3") for name in ARRANGEMENTS),
+    *((family, name) for family in ("glm4", "mixtral", "kimi-linear", "lfm2") for name in ("fp8-blocks", "awq")),
+    *((family, "fp8-blocks") for family in ("deepseek-v3.2", "glm-5", "glm4-moe", "minimax-m2", "qwen2-moe")),
     *(("minicpm-sala", name) for name in ("fp8-blocks", "gptq")),
-    *(("nemotron-h-moe", name) for name in ("fp8-blocks", "compressed-tensors-channel", "w8a8", "awq")),
+    *(("nemotron-h-moe", name) for name in ("fp8-blocks", "awq")),
 ]
 
 

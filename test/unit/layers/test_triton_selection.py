@@ -61,7 +61,7 @@ def backend_of(steps: Steps):  # type: ignore[no-untyped-def]
 
 def check_every_kind_of_step() -> None:
     """Lengths of fewer tokens than are selected, as many, one more, and many; odd sizes."""
-    for page_size, heads, dims in ((1, 3, (34, 24)), (16, 20, (20, 16)), (64, 5, (16, 16))):
+    for page_size, heads, dims in ((1, 3, (34, 24)), (16, 20, (20, 16))):
         sizes = Sizes(page_size, 16, heads, *dims, index_heads=heads, index_dim=20)
         steps = Steps(page_size, (9, 16, 17, 80), sizes)
         backend = backend_of(steps)
