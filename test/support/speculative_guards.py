@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from scheduler_driver import Driver, answers
-from speculative_driver import LATENT_DRAFTS, make_driver, requests
+from speculative_driver import NEXTN, make_driver, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order import open_device
@@ -18,7 +18,7 @@ def by_kind(*drafts: tuple[SpeculativeAlgorithm, str]) -> pytest.MarkDecorator:
     """Runs a test with each of ``drafts`` on each kind of device, and with drafts over latents on a CPU."""
     on_gpu = [pytest.param("cuda", *draft, marks=pytest.mark.gpu) for draft in drafts]
     on_cpu = [pytest.param("cpu", *draft) for draft in drafts]
-    on_cpu += [pytest.param("cpu", *draft.values, marks=draft.marks) for draft in LATENT_DRAFTS]
+    on_cpu.append(pytest.param("cpu", NEXTN, "glm-5-shared"))
     return pytest.mark.parametrize(("kind", "algorithm", "draft"), [*on_cpu, *on_gpu])
 
 

@@ -51,7 +51,7 @@ def in_turns(driver: Driver, reqs: list[TokenizedGenerateReq], pause: int = 2) -
     driver.run()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("tiered", [False, True])
 def test_a_crowd_is_answered_right(seed: int, tiered: bool) -> None:
     """With prefixes that are shared, evicted and loaded, aborts, and retractions: whatever comes, no step computes
@@ -329,7 +329,7 @@ _PIECES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [{}, _TIERS, _PIECES], ids=["plain", "tiers", "pieces"])
+@pytest.mark.parametrize("flags", [_TIERS, _PIECES], ids=["tiers", "pieces"])
 def test_answers_are_those_of_steps_apart(flags: dict[str, Any]) -> None:
     """In float32: requests of every kind, in company, and again with prefixes, on the device or from the host."""
     apart, told, steps = _asked(**flags)
@@ -362,10 +362,9 @@ def test_masks_are_filled_before_tokens_beside_prompts_are_published() -> None:
     assert sum(is_early for is_early, number in early if number - 1 in behind_mixed) > 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_are_those_of_steps_apart(dtype: str) -> None:
+def test_bits_are_those_of_steps_apart() -> None:
     """With --enable-deterministic-inference, those of logprobs too."""
-    flags = {"enable_deterministic_inference": True, "dtype": dtype}
+    flags = {"enable_deterministic_inference": True, "dtype": "bfloat16"}
     apart, mixed = _asked(**flags), _asked(enable_mixed_chunk=True, **flags)
     assert num_mixed(mixed[2]) > 20
     assert mixed[:2] == apart[:2]

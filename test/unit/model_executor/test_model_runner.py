@@ -39,11 +39,9 @@ def test_greedy_equals_transformers() -> None:
     "flags",
     [
         {},
-        {"page_size": 1},
-        {"chunked_prefill_size": 16},
-        {"disable_overlap_schedule": True},
+        {"page_size": 1, "chunked_prefill_size": 16},
+        {"disable_overlap_schedule": True, "page_size": 64, "max_total_tokens": 2048},
         {"disable_radix_cache": True},
-        {"page_size": 64, "max_total_tokens": 2048},
     ],
     ids=str,
 )

@@ -50,8 +50,7 @@ def decoding(driver: Driver) -> None:
         driver.step()
 
 
-@pytest.mark.parametrize("most", [1, 4])
-@pytest.mark.parametrize("lens", [[20] * 50, [3] * 60, [900], [100, 2] * 20], ids=str)
+@pytest.mark.parametrize(("most", "lens"), [(1, [20] * 50), (1, [900]), (4, [3] * 60), (4, [100, 2] * 20)], ids=str)
 def test_a_backlog_lets_others_decode(most: int, lens: list[int]) -> None:
     driver, steps = watched_driver(most)
     decoding(driver)
@@ -84,8 +83,7 @@ def test_short_steps_of_a_backlog_count_a_quarter_of_a_full_one() -> None:
     assert_right(driver, *reqs)
 
 
-@pytest.mark.parametrize("most", [1, 4, 16])
-@pytest.mark.parametrize("leaves", [True, False], ids=["aborted", "one token"])
+@pytest.mark.parametrize(("most", "leaves"), [(1, True), (4, False), (16, True)])
 def test_clients_that_come_and_go_let_others_decode(most: int, leaves: bool) -> None:
     """A new prompt in each step, which is not waited for by who sent it."""
     driver, steps = watched_driver(most)

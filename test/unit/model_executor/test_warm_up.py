@@ -21,7 +21,7 @@ def greetings() -> list[TokenizedGenerateReq]:
     return [request(f"r{i}", [5, 9 + i, 7], temperature=0.7 * i, seed=3, max_new_tokens=6) for i in range(3)]
 
 
-@pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 48, "num_rows": 3}])
+@pytest.mark.parametrize("flags", [{"chunked_prefill_size": 1024}, {"chunked_prefill_size": 48, "num_rows": 3}])
 def test_only_the_sink_is_touched(flags: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_model_driver(memory_check="order", max_total_tokens=4096, **flags)
     expected = answers(make_model_driver(max_total_tokens=4096, **flags), greetings())

@@ -45,7 +45,7 @@ from fenceline.models.loader import load_draft_model
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
-NUM_SEEDS = 10
+NUM_SEEDS = 6
 TARGETS = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3-tied-biased")
 # Targets with a layer behind their last one that predicts a further token.
 APPENDED = ("glm4-moe", "deepseek-v3", "glm4.7-flash-mixed", "deepseek-v3.2", "glm-5", "glm-5-shared")

@@ -269,10 +269,6 @@ def test_the_engine_serves_a_file_as_it_serves_the_folder(demo: tuple[Path, Path
             answers.append(([each["output_ids"] for each in text], chat["choices"][0]["message"]["content"]))
     assert answers[0] == answers[1]
     assert "42" in answers[1][1]
-    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(demo[1])}
-    with fenceline.Engine(str(demo[1]), log_level="warning", max_total_tokens=512, **draft) as engine:
-        text = engine.generate("Q: What is 5 + 8?\nA:", {"temperature": 0, "max_new_tokens": 12})
-    assert text["output_ids"] == answers[0][0][0]
 
 
 def test_a_file_replaces_the_weights_of_a_folder(demo: tuple[Path, Path]) -> None:

@@ -43,14 +43,17 @@ _ONE_HEAD = (
 _MODELS = ("qwen3-next", "minicpm-sala", "nemotron-h-moe")
 
 
-@pytest.fixture(scope="module", params=_MODELS)
+_saved: dict[str, tuple[Path, torch.nn.Module]] = {}  # once each, in whatever order tests ask for them
+
+
+@pytest.fixture(params=_MODELS)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.nn.Module]:
-    directory = tmp_path_factory.mktemp("hybrid")
-    if request.param == "minicpm-sala":
-        return directory, save_sala(directory)
-    return directory, save_checkpoint(request.param, directory)
+    if (name := request.param) not in _saved:
+        directory = tmp_path_factory.mktemp("hybrid")
+        _saved[name] = directory, save_sala(directory) if name == "minicpm-sala" else save_checkpoint(name, directory)
+    return _saved[name]
 
 
 def _driver(directory: Path, **flags: object) -> Driver:
@@ -69,11 +72,15 @@ def _reqs(name: str = "") -> list[TokenizedGenerateReq]:
     return [_request(f"{name}{length}", _prompt(length, length), 20) for length in _LENGTHS]
 
 
-@pytest.fixture(scope="module")
+_alone: dict[Path, tuple[list[list[int]], list[list[float]]]] = {}
+
+
+@pytest.fixture
 def alone(checkpoint: tuple[Path, torch.nn.Module]) -> tuple[list[list[int]], list[list[float]]]:
     """Tokens and logprobs of each request alone, whole, without a cache."""
-    driver = _driver(checkpoint[0], disable_radix_cache=True)
-    return _told(driver, _reqs(), one_by_one=True)
+    if (directory := checkpoint[0]) not in _alone:
+        _alone[directory] = _told(_driver(directory, disable_radix_cache=True), _reqs(), one_by_one=True)
+    return _alone[directory]
 
 
 def _told(
@@ -111,19 +118,25 @@ def _check_company(directory: Path, alone: tuple[list[list[int]], list[list[floa
         assert stats.replays == stats.eligible_steps > 3 and all(stats.replays_by_size.values())
 
 
+_MIXED = {"chunked_prefill_size": 48, "enable_mixed_chunk": True}
+_KERNELS = {"max_total_tokens": 464, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS}
+_GRAPHS = {
+    "chunked_prefill_size": 96,
+    "piecewise_cuda_graph_tokens": (92, 96),
+    "cuda_graph_bs": [2, 8],
+    "debug_cuda_graph": True,
+}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "flags",
+    ("checkpoint", "flags"),
     [
-        {"chunked_prefill_size": 48, "enable_mixed_chunk": True},
-        {"max_total_tokens": 464, "max_mamba_cache_size": 9, "hicache_io_backend": "kernel", **_TIERS},
-        {
-            "chunked_prefill_size": 96,
-            "piecewise_cuda_graph_tokens": (92, 96),
-            "cuda_graph_bs": [2, 8],
-            "debug_cuda_graph": True,
-        },
+        *(("qwen3-next", flags) for flags in (_MIXED, _KERNELS, _GRAPHS)),
+        ("minicpm-sala", _GRAPHS),
+        ("nemotron-h-moe", _KERNELS),
     ],
+    indirect=["checkpoint"],
 )
 def test_company_and_cuts_change_no_bit(
     checkpoint: tuple[Path, torch.nn.Module], alone: tuple[list[list[int]], list[list[float]]], flags: dict[str, object]
@@ -136,11 +149,9 @@ def test_company_and_cuts_change_no_bit(
 @pytest.mark.parametrize(
     "flags",
     [
-        {"chunked_prefill_size": 48},
         {"max_total_tokens": 464, "schedule_conservativeness": 0.01, "max_mamba_cache_size": 9},
         {"disable_overlap_schedule": True, "page_size": 64},
         {"max_total_tokens": 464, "hicache_write_policy": "write_back", "retract_policy": "offload", **_TIERS},
-        {"max_total_tokens": 464, "max_mamba_cache_size": 9, "piecewise_cuda_graph_tokens": (48, 384), **_TIERS},
     ],
 )
 def test_nor_does_the_rest_of_the_engine(
@@ -150,6 +161,7 @@ def test_nor_does_the_rest_of_the_engine(
     _check_company(checkpoint[0], alone, flags)
 
 
+@pytest.mark.parametrize("checkpoint", _MODELS[:1], indirect=True)
 def test_a_conversation_goes_on_from_its_answers_state(
     checkpoint: tuple[Path, torch.nn.Module], alone: tuple[list[list[int]], list[list[float]]]
 ) -> None:
@@ -183,6 +195,7 @@ def _from_files(driver: Driver, reqs: list[TokenizedGenerateReq]) -> tuple[objec
     return told, driver.scheduler.memory.cached_tokens["storage"]
 
 
+@pytest.mark.parametrize("checkpoint", _MODELS[:1], indirect=True)
 def test_the_next_server_finds_prefix_and_state_in_files(
     checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path
 ) -> None:
@@ -201,6 +214,7 @@ def test_the_next_server_finds_prefix_and_state_in_files(
     assert _from_files(_with_files(directory, tmp_path), reqs) == (right, 0)
 
 
+@pytest.mark.parametrize("checkpoint", _MODELS[:1], indirect=True)
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

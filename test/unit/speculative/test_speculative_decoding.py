@@ -18,6 +18,7 @@ from speculative_driver import (
     EAGLE,
     EAGLE3,
     LATENT_DRAFTS,
+    NEXTN,
     NGRAM,
     STANDALONE,
     continued,
@@ -38,8 +39,15 @@ from fenceline_proof.flashinfer_library import FLASHINFER
 __all__ = ["models"]  # a fixture
 
 
-@pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (4, False)])
-@pytest.mark.parametrize(("algorithm", "draft"), [*DRAFTS, *LATENT_DRAFTS])
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "num_steps", "overlap"),
+    [
+        *(pytest.param(*draft, 4, False) for draft in DRAFTS),
+        *(pytest.param(*draft.values, 4, False, marks=draft.marks) for draft in LATENT_DRAFTS),
+        (EAGLE, "eagle", 1, True),
+        (NGRAM, None, 1, True),
+    ],
+)
 def test_no_token_changes(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, num_steps: int, overlap: bool
 ) -> None:
@@ -86,7 +94,7 @@ def test_a_prefill_backend_made_for_the_layers_it_attends_in(
     assert answers(driver, reqs) == plain_answers(models, reqs)
 
 
-@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (NEXTN, "mtp"), (NGRAM, None)])
 def test_prefixes_that_are_cached(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None) -> None:
     """Prompts that continue earlier answers: pages hold accepted tokens alone, of target and draft."""
     driver = make_driver(models, algorithm, draft)

@@ -101,16 +101,7 @@ def test_a_draft_that_is_the_target_is_always_right(
         assert set(counts) == {depth + 1}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "draft", "topk"),
-    [
-        (NEXTN, "mtp", 1),
-        (NGRAM, None, 1),
-        (STANDALONE, "near", 4),
-        pytest.param(EAGLE3, "eagle3", 1, marks=pytest.mark.long),
-        pytest.param(STANDALONE, "near", 1, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "draft", "topk"), [(NEXTN, "mtp", 1), (NGRAM, None, 1), (STANDALONE, "near", 4)])
 def test_too_little_memory(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, topk: int
 ) -> None:
@@ -195,12 +186,7 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "draft", "topk"),
-    [
-        (STANDALONE, "near", 4),
-        pytest.param(EAGLE3, "eagle3", 1, marks=pytest.mark.long),
-        pytest.param(NEXTN, "mtp", 1, marks=pytest.mark.long),
-    ],
+    ("algorithm", "draft", "topk"), [(STANDALONE, "near", 4), pytest.param(EAGLE3, "eagle3", 1, marks=pytest.mark.long)]
 )
 def test_steps_are_measured_with_requests_that_fit_memory(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int

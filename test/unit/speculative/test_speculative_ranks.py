@@ -68,11 +68,7 @@ OF_TREES = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "n
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "draft"),
-    [
-        *(pytest.param(*draft, marks=[pytest.mark.long] if draft in OF_TREES else []) for draft in DRAFTS),
-        *LATENT_DRAFTS,
-    ],
+    ("algorithm", "draft"), [*(draft for draft in DRAFTS if draft not in OF_TREES), LATENT_DRAFTS[1]]
 )
 def test_ranks_with_drafts_answer_as_one_without(
     models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
