@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import open_device
-from fenceline_proof.hicache_workloads import HICACHE_WORKLOADS
-from fenceline_proof.persistent_attention import PERSISTENT
 from fenceline_proof.runs import Trial, run
 from fenceline_proof.steps import Loop, make_config
 from fenceline_proof.workloads import SCRIPTED, WORKLOADS
@@ -56,38 +53,6 @@ def test_workloads_reach_what_they_are_for() -> None:
         assert prompts > loop.scheduler.memory.num_pages * 4, "without evictions it would not fit"
 
 
-def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
-    """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens, the one about prefill
-    steps, and those that decode nothing."""
-    without = {
-        "beside",
-        "growth",
-        "overwritten",
-        "gone",
-        "refill",
-        "bodies",
-        "cancelled",
-        "held",
-        "together",
-        "fetched",
-        "stored_pictures",
-    }
-    replayed, fallbacks = set(), set()
-    for name in sorted(set(SCRIPTED) - without):
-        for seed in range(8):
-            loop = make_loop(name, seed)
-            loop.run()
-            stats = loop.runner.graph_stats
-            if stats is not None:
-                fallbacks |= set(stats.fallbacks)
-                assert not stats.repairs
-                if stats.replays:
-                    replayed.add(name)
-                    break
-    assert replayed == set(SCRIPTED) - without
-    assert fallbacks == {"size", "padding"}
-
-
 def test_a_row_refilled_while_its_last_owners_step_is_in_flight() -> None:
     """F13: the upload that hands the row to the next request must wait for the step in flight, by that edge."""
     edge = "schedule_after_forward"
@@ -109,40 +74,6 @@ def test_a_row_refilled_while_its_last_owners_step_is_in_flight() -> None:
             loop.run()
         assert caught.value.edge == edge and "input_ring.device" in caught.value.memory
         assert "copy to device writes it on schedule" in str(caught.value)
-
-
-@pytest.mark.long
-def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
-    """Pages go up and down in each of them; together they meet every flag, and everything that storage does."""
-    flags: dict[str, set[object]] = {}
-    for workload in HICACHE_WORKLOADS:
-        kinds: set[object] = set()
-        stores = workload.name in ("storage", "refill", "namespaces")
-        wanted = {TransferKind.STORE, *(() if workload.name in ("persistent", "cancelled") else (TransferKind.LOAD,))}
-        wanted |= {"writes", "hits"} if stores else set()
-        for seed in range(5):
-            given = WORKLOADS[workload.name].make(Random(seed)).flags
-            for name, value in given.items():
-                flags.setdefault(name, set()).add(value)
-            if wanted <= kinds:
-                continue
-            # Storage's workers are agents on a virtual GPU: what they have done by when is the seed's affair. Threads
-            # of the machine may need more than the steps that a run may take.
-            device = VgpuDevice(gpu=VirtualGpu(seed=seed)) if "hicache_storage_backend" in given else None
-            loop = make_loop(workload.name, seed, device)
-            loop.run()
-            assert loop.runner.hicache is not None
-            kinds |= {kind for kind, count in loop.runner.hicache.counts.items() if count.num_transfers}
-            if stores:
-                assert loop.runner.storage is not None
-                stats = loop.runner.storage.controller._backend.stats()
-                kinds |= {name for name in ("writes", "hits") if getattr(stats, name)}
-        assert wanted <= kinds, (workload.name, kinds)
-    assert flags["hicache_write_policy"] == {"write_through", "write_through_selective", "write_back"}
-    assert flags["hicache_mem_layout"] == {"layer_first", "page_first"}
-    assert flags["hicache_io_backend"] == {"kernel", "direct"}
-    assert flags["attention_backend"] == {PERSISTENT} and "offload" in flags["retract_policy"]
-    assert flags["hicache_storage_prefetch_policy"] == {"best_effort", "wait_complete"}
 
 
 def test_whatever_is_still_held_at_the_end_is_noticed() -> None:
