@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fenceline.images.header import MAX_PIXELS, Format, read_header
-from fenceline.images.prepare import ImageSettings, prepare
+from fenceline.images.prepare import ImageSettings, as_rgb, prepare
 from fenceline.ipc.child_process import freeze_garbage_collector
 from fenceline.ipc.forked_jobs import Job, JobLimits, JobResult, Work, serve_jobs
 
@@ -91,7 +91,8 @@ def decode(data: bytes) -> Image.Image:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"an image of {image.width}x{image.height} pixels is behind its header")
         image.load()
-        return _eight_bits(_upright(image)).convert("RGB")
+        _turn_upright(image)
+        return as_rgb(_eight_bits(image))
     except MemoryError:
         raise
     except Exception as error:  # Pillow's plugins raise whatever they come across
@@ -108,13 +109,13 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """``image`` as its EXIF data say that it is to be turned. What they say wrongly is not heeded."""
+def _turn_upright(image: Image.Image) -> None:
+    """Turn ``image`` as its EXIF data say that it is to be turned. What they say wrongly is not heeded."""
     from PIL import ImageOps
 
     try:
-        return ImageOps.exif_transpose(image)
+        ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
     except Exception:
-        return image
+        return

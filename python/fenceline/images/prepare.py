@@ -122,11 +122,15 @@ def prepare(image: Image, settings: ImageSettings, num_frames: int = 1) -> Image
     a video. Raises ``ValueError`` for proportions that no model reads, and whatever Pillow raises for bytes that are no
     image."""
     height, width = settings.fitted(*image.size, num_frames)
-    pixels = np.asarray(image.convert("RGB").resize((width, height), resample=settings.resample)).tobytes()
+    pixels = as_rgb(image).resize((width, height), resample=settings.resample).tobytes()
     factor = settings.factor
     facts = settings.patch_size, factor, settings.rescale_factor, settings.mean, settings.std, height, width
-    known = hashlib.blake2b(repr(facts).encode(), digest_size=DIGEST_NBYTES)
+    known = hashlib.sha256(repr(facts).encode())  # processors have instructions for it
     known.update(pixels)
-    return ImageInput(
-        pixels=pixels, height=height, width=width, grid=(height // factor, width // factor), digest=known.digest()
-    )
+    grid, digest = (height // factor, width // factor), known.digest()[:DIGEST_NBYTES]
+    return ImageInput(pixels=pixels, height=height, width=width, grid=grid, digest=digest)
+
+
+def as_rgb(image: Image) -> Image:
+    """``image`` in the mode RGB, itself if it is."""
+    return image if image.mode == "RGB" else image.convert("RGB")
