@@ -40,8 +40,10 @@ def sockets_dir() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def start(sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str, under: Sequence[str] = ()) -> LiveServer:
-    return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)}, under=under)
+def start(
+    sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str, under: Sequence[str] = (), cold: bool = False
+) -> LiveServer:
+    return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)}, under=under, cold=cold)
 
 
 def socket_folders(sockets_dir: Path) -> list[Path]:
@@ -74,7 +76,7 @@ def skip_if_ignored(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
     skip_if_ignored(number)
-    with start(sockets_dir) as server:
+    with start(sockets_dir, cold=True) as server:
         children = server.wait_ready().engine_processes()
         assert socket_folders(sockets_dir)
         server.signal(number)
@@ -138,7 +140,7 @@ def test_a_server_under_nohup_outlives_its_terminal(sockets_dir: Path) -> None:
 
 
 def test_signals_do_not_hurt_children_that_are_still_starting(sockets_dir: Path) -> None:
-    with start(sockets_dir) as server:
+    with start(sockets_dir, cold=True) as server:
         wait_for(lambda: len(server.children()) == 3)
         children = server.engine_processes()
         for child in children:
@@ -305,7 +307,7 @@ def of(server: LiveServer, name: str) -> list[str]:
 
 
 def test_children_follow_a_killed_server(sockets_dir: Path) -> None:
-    with start(sockets_dir) as server:
+    with start(sockets_dir, cold=True) as server:
         children = server.wait_ready().engine_processes()
         server.signal(signal.SIGKILL)
         assert server.wait_exit() == -signal.SIGKILL
@@ -320,7 +322,7 @@ def test_scheduler_that_dies_while_loading(sockets_dir: Path) -> None:
 
 
 def test_signal_while_loading(sockets_dir: Path) -> None:
-    with start(sockets_dir, "run_never_ready_scheduler") as server:
+    with start(sockets_dir, "run_never_ready_scheduler", cold=True) as server:
         wait_for(lambda: len(server.children()) == 3)
         children = server.children()
         wait_for(lambda: bool(list(sockets_dir.glob("fenceline-*/tokenizer"))))

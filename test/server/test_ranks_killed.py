@@ -58,7 +58,7 @@ def check_kill(seed: int, device: str) -> None:
     flags = (*RANKS, "--device", device, *(TIERS if has_tiers else ()), "--watchdog-timeout", str(WATCHDOG_S))
     with (
         tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
-        LiveServer.real(*flags, env={"TMPDIR": folder}) as server,
+        LiveServer.real(*flags, env={"TMPDIR": folder}, cold=in_the_start) as server,
     ):
         if in_the_start:
             wait_for(lambda: len(processes(server)) == 3)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from forking import FORKING
 
 from fenceline.distributed.gloo import GlooBackend
 from fenceline.memory_order import Communicator, PeerLostError, open_device
@@ -22,11 +22,8 @@ def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
 def run_gloo_ranks(size: int, folder: Path, meeting: str | None = None) -> list[dict[str, Any]]:
     """The results of all ranks: sums by dtype, what each has gathered, the addresses at which it listened, and the
     error that it got after the last rank had ended. They meet in a file unless ``meeting`` is given."""
-    # Forked from one that has imported torch, which takes more time than the rest.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
     meeting = meeting or (folder / "meeting").as_uri()
-    processes = [context.Process(target=_run, args=(rank, size, folder, meeting)) for rank in range(size)]
+    processes = [FORKING.Process(target=_run, args=(rank, size, folder, meeting)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:

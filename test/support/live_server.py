@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import psutil
+from forking import ForkedProgram
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
 WAIT_S = 200.0  # the time limit for anything; only a failing test waits this long
@@ -53,13 +54,17 @@ def scheduler_state(client: httpx.Client) -> dict[str, Any]:
 class LiveServer:
     """One server process and its output. It ends with the ``with`` block, and so do its children."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None, cold: bool = True) -> None:
+        """``cold``: it is a new interpreter, for tests of starting and ending; else it may be a ForkedProgram."""
         self.lines: list[str] = []
         self.base_url = ""
         self._ready = threading.Event()
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
-        )
+        env, pipe = {**os.environ, **(env or {})}, subprocess.PIPE
+        self._process: subprocess.Popen[str] | ForkedProgram
+        if cold or "cpu" not in command or sys.platform != "linux":
+            self._process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env)
+        else:
+            self._process = ForkedProgram(command[1:], env)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -70,30 +75,17 @@ class LiveServer:
         entry: str = "run_fake_scheduler",
         env: dict[str, str] | None = None,
         under: Sequence[str] = (),
+        cold: bool = False,
     ) -> LiveServer:
         """The real server over the fake scheduler, on a free port, with the demo model's tokenizer. ``under``: a
         command that is put before the server's."""
-        return cls(
-            [
-                *under,
-                sys.executable,
-                FAKE_SERVER,
-                entry,
-                "--model-path",
-                "demo",
-                "--port",
-                "0",
-                "--device",
-                "cpu",
-                *flags,
-            ],
-            env,
-        )
+        model = ("--model-path", "demo", "--port", "0", "--device", "cpu")
+        return cls([*under, sys.executable, FAKE_SERVER, entry, *model, *flags], env, cold or bool(under))
 
     @classmethod
-    def real(cls, *flags: str, env: dict[str, str] | None = None) -> LiveServer:
+    def real(cls, *flags: str, env: dict[str, str] | None = None, cold: bool = False) -> LiveServer:
         """The server that a user starts, on a free port."""
-        return cls([sys.executable, "-m", "fenceline.launch_server", "--port", "0", *flags], env)
+        return cls([sys.executable, "-m", "fenceline.launch_server", "--port", "0", *flags], env, cold)
 
     @property
     def pid(self) -> int:

@@ -6,8 +6,8 @@ once (``run_script``), and it prints what each check raised (``print_outcomes``)
 
 from __future__ import annotations
 
+import gc
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -23,18 +23,16 @@ from typing import Any
 
 import pytest
 import torch
+from forking import FORKING
 
 
 def run_script(script: str, mode: str = "interpret") -> Any:
     """Run the file ``script`` with the argument ``mode``, in a process of its own. Returns the JSON value in the last
     line of its output. In mode "interpret" its kernels are interpreted. Skips the test if Triton is not installed."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    # Forked from one that has imported torch, which takes more time than most scripts.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attention_cases", __name__])
-    receiver, sender = context.Pipe(duplex=False)
+    receiver, sender = FORKING.Pipe(duplex=False)
     env = os.environ | {"TRITON_INTERPRET": str(int(mode == "interpret")), "OMP_NUM_THREADS": "1"}
-    process = context.Process(target=_run_here, args=(script, mode, env, sender), daemon=True)
+    process = FORKING.Process(target=_run_here, args=(script, mode, env, sender), daemon=True)
     process.start()
     sender.close()
     try:
@@ -50,6 +48,7 @@ def run_script(script: str, mode: str = "interpret") -> Any:
 def _run_here(script: str, mode: str, env: dict[str, str], sender: Connection) -> None:
     """Run ``script`` as the main module of this process. Sends the error that ends it, or "", and what it prints."""
     assert "triton" not in sys.modules, "it reads TRITON_INTERPRET when it is imported"
+    gc.freeze()  # what lives as long as the script
     os.environ.update(env)
     warnings.simplefilter("ignore", RuntimeWarning)
     sys.argv = [script, mode]
