@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked long as well")
     parser.addoption("--busy-loops", type=int, default=0, metavar="N", help="processes that take CPU time meanwhile")
     parser.addoption(
-        "--kills", type=int, default=3, metavar="N", help="moments at which test_ranks_killed.py kills a rank"
+        "--kills", type=int, default=2, metavar="N", help="moments at which test_ranks_killed.py kills a rank"
     )
 
 

@@ -51,8 +51,8 @@ def test_a_killed_rank_on_a_gpu_leaves_no_memory(seed: int) -> None:
 
 
 def check_kill(seed: int, device: str) -> None:
-    """Every third moment is in the start, the others are under load; two of four servers have a host tier. Three seeds
-    kill each rank under load and one in the start, twelve do both to each with and without a host tier."""
+    """Every third moment is in the start, the others are under load; two of four servers have a host tier. Two seeds
+    kill one rank in the start and the other under load, twelve do both to each with and without a host tier."""
     random = Random(seed)
     which, has_tiers, in_the_start = seed % 2, seed // 2 % 2, seed % 3 == 0
     flags = (*RANKS, "--device", device, *(TIERS if has_tiers else ()), "--watchdog-timeout", str(WATCHDOG_S))

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 
 import httpx
 import psutil
@@ -111,54 +110,6 @@ def test_ranks_that_speculate_replay_graphs_of_both_kinds() -> None:
             assert counts["replays"] == counts["eligible_steps"] > 0 and not counts["repairs"], counts
 
 
-@pytest.mark.long
-def test_answers_of_ranks_stay_while_pages_move_between_tiers(tmp_path: Path) -> None:
-    """Device and host are too small for what comes: prefixes are evicted, requests retracted, and all comes back."""
-    random = Random(3)
-    shared = [random.randrange(5, 1000) for _ in range(150)]
-    prompts = [
-        shared[: random.randrange(150)] + [random.randrange(5, 1000) for _ in range(random.randrange(20, 150))]
-        for _ in range(12)
-    ]
-    prompts += [[random.randrange(5, 1000) for _ in range(320)] for _ in range(4)]  # storage reads 256 tokens or none
-    params = [{**PARAMS[i % len(PARAMS)]} for i in range(len(prompts))]
-    reqs = [
-        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **one)  # type: ignore[arg-type]
-        for i, (ids, one) in enumerate(zip(prompts, params, strict=True))
-    ]
-    expected = answers(make_model_driver(max_total_tokens=16384), reqs)
-    bodies = [generate_body(ids, one) for ids, one in zip(prompts, params, strict=True)]
-    storage = ("--hicache-storage-dir", str(tmp_path / "pages"))
-    with LiveServer.real("--model-path", "demo", *RANKS, *TIERS, *storage) as server:
-        server.wait_ready()
-        with server.client() as client:
-            for number in range(6):  # when memory runs short depends on when storage has answered
-                client.post("/pause_generation", json={"mode": "in_place"})  # so that all begin at once
-                at_once = [server.post_in_thread(body) for body in bodies]
-                wait_for(lambda: scheduler_state(client)["num_queue_reqs"] == len(bodies))
-                client.post("/continue_generation", json={})
-                assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
-                state = scheduler_state(client)
-                if number and state["num_retractions"]:
-                    break
-            tiers = state["hicache"]
-            assert state["num_retractions"] > 0
-            assert min(tiers["evicted_tokens"].values()) > 0 and tiers["load"]["num_tokens"] > 0
-            assert client.post("/flush_cache?storage=true").status_code == 200
-            written = tiers["storage_write"]["num_tokens"]
-            assert client.post("/generate", json=bodies[-1]).json()["output_ids"] == expected[-1]
-            wait_for(lambda: scheduler_state(client)["hicache"]["storage_write"]["num_tokens"] >= written + 320)
-
-            def is_stored() -> bool:
-                """On all ranks: the state counts what the first one has written."""
-                assert client.post("/flush_cache").status_code == 200
-                answer = client.post("/generate", json=bodies[-1]).json()
-                assert answer["output_ids"] == expected[-1]
-                return bool(answer["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 0, "storage": 304})
-
-            wait_for(is_stored)
-
-
 def test_the_openai_api_and_the_logprobs_of_a_chat(ranks: LiveServer) -> None:
     with ranks.client() as client:
         body = {
@@ -172,31 +123,6 @@ def test_the_openai_api_and_the_logprobs_of_a_chat(ranks: LiveServer) -> None:
         assert "42" in answer["message"]["content"]
         for token in answer["logprobs"]["content"]:
             assert token["top_logprobs"][0]["logprob"] == token["logprob"]
-
-
-@pytest.mark.long
-def test_constrained_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
-    """Beside each other and beside free ones, greedy and drawn, one with whole rows and one with logprobs."""
-    pattern = r'\{"sum": [0-9]{2,4}, "words": \[("[a-z]{3,8}", ){2}"[a-z]{3,8}"\]\}'
-    each: tuple[dict[str, object], ...] = (
-        {"temperature": 0},
-        {"temperature": 1.1, "seed": 6, "top_p": 0.9},
-        {"temperature": 0.8, "seed": 7, "logprobs": 1},
-    )
-    bodies = [
-        {"model": "demo", "prompt": f"Q: What is {i} + 30?\nA:", "max_tokens": 60, **params} | grammar
-        for i, params in enumerate(each)
-        for grammar in ({}, {"regex": pattern})
-    ]
-
-    def texts(server: LiveServer) -> list[str]:
-        asked = [server.post_in_thread(body, "/v1/completions") for body in bodies]
-        return [answer.result(WAIT_S).json()["choices"][0]["text"] for answer in asked]
-
-    found = texts(ranks)
-    assert all(re.fullmatch(pattern, text) for text in found[1::2]), found
-    with LiveServer.real("--model-path", "demo", "--device", "cpu", "--page-size", "16") as alone:
-        assert found == texts(alone.wait_ready())
 
 
 def test_control_messages_reach_all_ranks(ranks: LiveServer) -> None:
@@ -282,17 +208,16 @@ def _rank(server: LiveServer) -> psutil.Process:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_killed_rank_ends_both_nodes_with_the_reason(which: int) -> None:
+def test_a_killed_rank_ends_both_nodes_with_the_reason() -> None:
+    """The rank of the node that answers nobody: test_ranks_killed.py kills both of one node."""
     with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder, nodes(folder) as both:
         answer = both[0].post_in_thread(ENDLESS)
         with both[0].client() as client:
             wait_for(lambda: _num_running(client) == 1)
         children = both[0].children() + both[1].children()
-        _rank(both[which]).kill()
+        _rank(both[1]).kill()
         assert (both[0].wait_exit(), both[1].wait_exit()) == (1, 1)
-        name = ("scheduler", "scheduler-1")[which]
-        reason = f"the {name} process ended unexpectedly (killed by SIGKILL"
+        reason = "the scheduler-1 process ended unexpectedly (killed by SIGKILL"
         assert reason in both[0].last_lines() and reason in both[1].last_lines()
         assert reason in answer.result(WAIT_S).json()["error"]["message"]
         assert_gone(children, Path(folder))

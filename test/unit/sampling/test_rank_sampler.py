@@ -54,7 +54,11 @@ def scored(index: int) -> ReqSampling:
 
 
 def sample(
-    size: int, logits: torch.Tensor, kind: Callable[[int], ReqSampling], steps: int = 1
+    size: int,
+    logits: torch.Tensor,
+    kind: Callable[[int], ReqSampling],
+    steps: int = 1,
+    masks: torch.Tensor | None = None,
 ) -> tuple[list[SampleOutput], list[list[SampleOutput]], int]:
     """What one sampler draws, what each of ``size`` ranks draws, and how many elements each of them has sent."""
     num_reqs, vocab_size = logits.shape
@@ -74,7 +78,7 @@ def sample(
 
     def run(which: int) -> list[SampleOutput]:
         positions = torch.arange(num_reqs)
-        return [samplers[which].forward(parts[which], positions + step, batch) for step in range(steps)]
+        return [samplers[which].forward(parts[which], positions + step, batch, masks) for step in range(steps)]
 
     return run(0), ranks.run(lambda rank: run(rank + 1)), ranks.num_sent[0]
 
@@ -91,6 +95,15 @@ def test_ranks_draw_what_one_draws(kind: Callable[[int], ReqSampling], vocab_siz
             if ours.logprobs is not None and whole.logprobs is not None:
                 assert torch.equal(ours.logprobs.chosen, whole.logprobs.chosen)
                 assert torch.equal(ours.logprobs.top_ids, whole.logprobs.top_ids)
+
+
+def test_masks_hold_for_the_tokens_of_every_rank() -> None:
+    """As a grammar's do: beside requests that ask for nothing else, each draws the only token that it may."""
+    allowed = torch.arange(NUM_REQS) * 7 % 41
+    masks = torch.zeros(NUM_REQS, 2, dtype=torch.int32)
+    masks[torch.arange(NUM_REQS), allowed // 32] = (1 << allowed % 32).int()
+    _, by_rank, _ = sample(4, torch.randn(NUM_REQS, 41), mixed, masks=masks)
+    assert [output.next_tokens.tolist() for (output,) in by_rank] == [allowed.tolist()] * 4
 
 
 @pytest.mark.parametrize("size", [2, 4])
