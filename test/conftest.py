@@ -7,10 +7,12 @@ import logging
 import os
 import resource
 import signal
+import ssl
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ import psutil
 import pytest
 
 from fenceline.ipc.free_memory import trim_memory
+
+# Each client of HTTP would read the machine's certificates, which takes 30 ms of CPU time, and no test meets TLS.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 hypothesis.settings.register_profile("fenceline", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fenceline")

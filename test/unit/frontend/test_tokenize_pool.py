@@ -104,7 +104,7 @@ def encode(tokens: Tokenizer, texts: list[str], special: bool, limit: int = 10**
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans(), size=st.integers(1, 40))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_pieces_have_the_ids_of_the_whole(name: str, texts: list[str], special: bool, size: int) -> None:
     tokens = {**CUT, **WHOLE}[name]()
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ def test_pieces_have_the_ids_of_the_whole(name: str, texts: list[str], special: 
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 @given(text=TEXTS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_token_stands_for_more_characters_than_said(name: str, text: str) -> None:
     tokens = {**CUT, **WHOLE}[name]()
     most = tokens.max_token_chars

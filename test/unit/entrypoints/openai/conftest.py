@@ -264,9 +264,17 @@ def serve(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., obj
     return start
 
 
+class _Server(uvicorn.Server):
+    """Looks whether it should end more often than ten times a second: a test waits for it."""
+
+    async def main_loop(self) -> None:
+        while not self.should_exit:
+            await asyncio.sleep(0.005)
+
+
 @asynccontextmanager
 async def _running(app: FastAPI) -> AsyncIterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     sock = server.config.bind_socket()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does it only to sockets of its own
     task = asyncio.ensure_future(server.serve(sockets=[sock]))

@@ -198,7 +198,7 @@ def test_no_system_message_is_lost_or_refused(name, tools):
 
 
 @names
-@pytest.mark.parametrize("sent", ['{"city": "Par', '{"city": "Paris", ', '{"ci', "print(1)", "[1]", "", "null", "1e"])
+@pytest.mark.parametrize("sent", ['{"city": "Par', "print(1)", "[1]", ""])
 def test_a_call_that_was_cut_off_can_stay_in_the_history(name, sent):
     template = template_of(name)
     messages = history(Published("", "", "", "", "", num_calls=1), IDS)
@@ -452,8 +452,7 @@ def test_no_calls_are_as_if_there_were_no_list():
     assert "<|start_header_id|>assistant<|end_header_id|>\n\nHi.<|eot_id|>" in text
 
 
-@names
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("name", "stream"), [(name, bool(index % 2)) for index, name in enumerate(PUBLISHED)])
 async def test_a_client_sends_back_what_it_got(serve, tmp_path, name, stream):
     """The whole way: the model calls, the client appends the answer's message and the tool's, and the next prompt has
     both as the template writes them."""
