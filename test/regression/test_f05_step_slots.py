@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guarded_runs import page_sizes
+from guarded_runs import both_page_sizes
 from speculative_driver import EAGLE, STANDALONE, models, plain_answers, requests, target_of
 from speculative_guards import by_kind, run
 
@@ -14,7 +14,7 @@ __all__ = ["models"]  # a fixture
 
 
 @by_kind((EAGLE, "eagle"), (STANDALONE, "near"))
-@page_sizes
+@both_page_sizes
 def test_tokens_are_those_without_speculation(
     kind: str, algorithm: SpeculativeAlgorithm, draft: str, page_size: int, models: dict[str, Path]
 ) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from guarded_runs import (
     SHORT_SPIN_CYCLES,
+    both_page_sizes,
     check_random_steps,
     kinds,
-    page_sizes,
     play_spinning,
     runners,
     spin_after_points,
@@ -26,7 +26,7 @@ def late_steps(device: Device) -> None:
 
 
 @kinds
-@page_sizes
+@both_page_sizes
 def test_rows_and_pages_change_hands_in_the_next_step(kind: str, page_size: int) -> None:
     check_random_steps(kind, page_size, seed=130, outputs=(1, 3), steady=2)
 

@@ -29,7 +29,7 @@ from fenceline.layers.forward_batch import ForwardMode
 BACKENDS = (ReferenceAttentionBackend, CpuAttentionBackend, FixedOrderAttentionBackend)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.integers(0, 10_000),
     st.sampled_from(BACKENDS),

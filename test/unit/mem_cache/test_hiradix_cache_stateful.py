@@ -34,7 +34,7 @@ def test_tree_of_two_tiers_equals_the_naive_model(page_size: int, policy: str, l
 
 @pytest.mark.parametrize(("page_size", "policy", "lookahead"), CASES)
 def test_long_walks_equal_the_naive_model(page_size: int, policy: str, lookahead: int) -> None:
-    for seed in range(10):
+    for seed in range(5):
         walk = Walk(seed, page_size, policy, lookahead)
         for _ in range(200):
             walk.step()

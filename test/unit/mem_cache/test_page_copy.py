@@ -54,7 +54,7 @@ def test_a_run_breaks_where_either_side_does() -> None:
     assert list(runs_of(pages(3, 2, 1), pages(3, 2, 1))) == [Run(3, 3, 1), Run(2, 2, 1), Run(1, 1, 1)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     layout=st.sampled_from(LAYOUTS),
     strided=st.booleans(),

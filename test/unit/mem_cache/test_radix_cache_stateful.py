@@ -346,7 +346,7 @@ def test_tree_and_pool_equal_the_naive_model(page_size: int, disabled: bool, loo
     run_machine(
         machine,
         settings=settings(
-            max_examples=40 if lookahead else 60,
+            max_examples=25 if lookahead else 40,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

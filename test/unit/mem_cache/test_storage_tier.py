@@ -163,7 +163,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_each_host_page_holds_the_kv_of_its_own_prefix(lookahead: int, seed: int) -> None:
     """Prefetches of many batches, backups, evictions, cancellations and new weights, in any order."""

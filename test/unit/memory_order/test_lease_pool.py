@@ -199,4 +199,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(900)  # a failure needs minutes to shrink
 def test_pool_equals_the_naive_model() -> None:
-    run_machine(LeaseMachine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_machine(LeaseMachine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))

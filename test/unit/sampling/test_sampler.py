@@ -152,7 +152,7 @@ def run_batch(logits: torch.Tensor, cases: Sequence[Case]) -> SampleOutput:
     return sampler.forward(logits, positions, make_batch([req for req, _, _ in cases]))
 
 
-EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @EXAMPLES

@@ -250,9 +250,8 @@ def samples(number: int, num: int, prompt: list[int], **params: object) -> list[
     return [request(f"{number}.{i}", prompt, seed=i, body=number, **params) for i in range(num)]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("chunk", [16, 512, -1])
+@pytest.mark.parametrize(("overlap", "policy"), [(True, "fcfs"), (False, "lpm")])
+@pytest.mark.parametrize("chunk", [16, -1])
 def test_the_samples_of_a_prompt_compute_it_once(chunk: int, overlap: bool, policy: str) -> None:
     driver = fair_driver(num_rows=16, chunk=chunk, disable_overlap_schedule=not overlap, schedule_policy=policy)
     counts = computed_tokens(driver)
@@ -388,7 +387,7 @@ def test_samples_whose_prompts_are_scored_compute_them() -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "retracted", "paused"])
-@pytest.mark.parametrize("steps", range(1, 9))
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 def test_samples_do_not_hang_when_the_first_one_goes(how: str, steps: int) -> None:
     driver = fair_driver(chunk=16)
     scheduler = driver.scheduler
@@ -429,7 +428,7 @@ def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
     assert counts == [3, 3, 3, 1]
 
 
-@pytest.mark.parametrize("delay", [0, 2, 4])
+@pytest.mark.parametrize("delay", [0, 4])
 def test_a_newcomer_with_many_scored_tokens_waits_for_its_turn(delay: int) -> None:
     """1,024 tokens of a step are scored at most, so such a one would be half-way beside another that is half-way."""
     driver = fair_driver(num_rows=20, num_pages=12000, chunk=4400, context_length=30000)

@@ -78,8 +78,14 @@ def compare(
         assert answer.finish is not None and answer.finish.type == "length"
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
-@pytest.mark.parametrize("page_size,chunk", [(4, 32), (1, 7), (16, -1)])
+# One whose images are computed in pieces and one that sees them whole: for what models do not differ in otherwise.
+BOTH_KINDS = ("Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "chunk"),
+    [*((name, 1, 7) for name in VISION_MODELS), *((BOTH_KINDS[0], *flags) for flags in ((4, 32), (16, -1)))],
+)
 def test_answers_are_those_of_transformers(
     saved: Callable[[str], Saved], name: str, page_size: int, chunk: int
 ) -> None:
@@ -116,7 +122,7 @@ def test_the_prefix_of_the_same_image_is_found(saved: Callable[[str], Saved], na
     compare(driver, reference, [second], [(turn, [*pictures, picture(60, 60, 2)])])
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_a_prefix_may_end_within_an_image(saved: Callable[[str], Saved], name: str) -> None:
     """At least one token of a prompt is computed, here the last of an image, with those of its page."""
     directory, reference = saved(name)
@@ -190,7 +196,7 @@ def test_the_same_text_with_another_image_is_another_prefix(qwen: Saved) -> None
     assert last is not None and last.cached_tokens == 4, "the text before the image, and nothing else"
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_retracted_prompts_and_answers_go_on(saved: Callable[[str], Saved], name: str) -> None:
     directory, reference = saved(name)
     cases = cases_of(name)
@@ -207,7 +213,7 @@ def test_retracted_prompts_and_answers_go_on(saved: Callable[[str], Saved], name
         compare(driver, reference, sent, cases)
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_a_small_pool_computes_embeddings_again(saved: Callable[[str], Saved], name: str) -> None:
     """It has room for the largest image alone, so most steps read one image, and rows go from one to the other."""
     directory, reference = saved(name)
@@ -252,7 +258,7 @@ def test_images_of_an_aborted_request_are_not_computed(qwen: Saved) -> None:
     assert driver.scheduler.memory.images.num_computed == 6
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_images_beside_a_draft(saved: Callable[[str], Saved], name: str, tmp_path: Path) -> None:
     """Positions behind images are those of the answer's tokens when several are verified at once."""
     directory, reference = saved(name)
@@ -271,10 +277,7 @@ def test_images_beside_a_draft(saved: Callable[[str], Saved], name: str, tmp_pat
 
 
 # No trees where windows are shorter than they may be.
-@pytest.mark.parametrize(
-    "name,topk",
-    [(name, topk) for name in VISION_MODELS for topk in (1, 2) if topk == 1 or not name.startswith("Gemma")],
-)
+@pytest.mark.parametrize("name,topk", [(BOTH_KINDS[0], 1), (BOTH_KINDS[0], 2), (BOTH_KINDS[1], 1)])
 def test_images_beside_a_draft_that_reads_hidden_states(
     saved: Callable[[str], Saved], name: str, topk: int, tmp_path: Path
 ) -> None:
@@ -323,7 +326,7 @@ def test_two_ranks_around_a_size_of_graphs(tmp_path: Path) -> None:
     assert answers_around(tmp_path, cases, severed, **graphs) != expected
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_answers_do_not_depend_on_neighbours(saved: Callable[[str], Saved], name: str) -> None:
     """--enable-deterministic-inference: the same bits of every logprob, alone and among others, also in steps with
     their prompts; these are not mixed if images are seen whole."""
@@ -341,7 +344,7 @@ def test_answers_do_not_depend_on_neighbours(saved: Callable[[str], Saved], name
     assert bool(driver.scheduler.stats.num_mixed_steps) == driver.config.mixes_steps == (not name.startswith("Gemma3"))
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_random_weights_answer(saved: Callable[[str], Saved], name: str) -> None:
     driver = vision_driver(saved(name)[0], load_format="dummy")
     driver.send(*[image_request(driver, f"r{i}", *case) for i, case in enumerate(CASES)])
@@ -357,7 +360,7 @@ def test_the_warm_up_changes_no_answer(qwen: Saved) -> None:
     check(driver, qwen[1])
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", BOTH_KINDS)
 def test_prefixes_come_back_from_the_host(saved: Callable[[str], Saved], name: str) -> None:
     directory, reference = saved(name)
     driver = vision_driver(directory, max_total_tokens=128, enable_hierarchical_cache=True, hicache_ratio=4.0)

@@ -668,7 +668,7 @@ def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, sile
         assert log.token_ids == list(req.input_ids[req.logprob_start_len :][: len(log.token_ids)])
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(workloads())
 def test_any_workload(workload: Workload) -> None:
     """Whatever arrives and leaves when: the right tokens, each once, and clean books at the end."""
