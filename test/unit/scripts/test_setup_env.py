@@ -3,15 +3,10 @@ leaves."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -105,32 +100,6 @@ def test_a_folder_of_wheels_stands_in_for_an_index(unreachable: set[str]) -> Non
     assert pip.commands == [["install", "--no-index", "torch>=2.11,<2.15"]]
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (None, None),
-        (urllib.error.HTTPError("https://x", 403, "Forbidden", None, None), None),  # type: ignore[arg-type]
-        (urllib.error.URLError("[SSL: CERTIFICATE_VERIFY_FAILED]"), None),  # pip has certificates of its own
-        (urllib.error.URLError(OSError("Name or service not known")), "Name or service not known"),
-        (TimeoutError("timed out"), "timed out"),
-    ],
-)
-def test_only_a_failed_connection_counts_as_unreachable(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: str | None
-) -> None:
-    class Answer:
-        def close(self) -> None: ...
-
-    def urlopen(url: str, timeout: float) -> Answer:
-        assert (url, timeout) == ("https://x", pick_installer._PROBE_TIMEOUT_S)
-        if error is not None:
-            raise error
-        return Answer()
-
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    assert pick_installer.why_unreachable("https://x") == reason
-
-
 def test_gpu_set_up_lets_torch_bring_its_own_and_adds_the_extra(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env, "check_torch", lambda env, choice: None)
     add_distribution(env, "torch", "2.14.1+cu130")
@@ -222,27 +191,6 @@ def test_uv_is_installed_in_its_pinned_version_and_used(env: Env, calls: list[li
     assert theirs[-1] == "x"
 
 
-def test_bytecode_is_compiled_with_a_word_about_how_far_it_is(env: Env, capsys: pytest.CaptureFixture[str]) -> None:
-    """On two cores it takes a minute, in which installers say nothing."""
-    package = env.path / "lib/python3.11/site-packages/package"
-    package.mkdir(parents=True)
-    for number in range(9):
-        (package / f"module_{number}.py").write_text(f"NUMBER = {number}\n")
-    (package / "module_3.py").write_text("print 'of Python 2'\n")
-    setup_env.compile_bytecode(env, interval_s=0.0)
-    compiled = {path.name.split(".")[0] for path in package.glob("__pycache__/*.pyc")}
-    assert compiled == {f"module_{number}" for number in range(9) if number != 3}
-    first, *progress = capsys.readouterr().err.splitlines()
-    assert first == "[set-up] compiling 9 files to bytecode"
-    assert progress and progress[-1] == "[set-up] compiled 9 of 9 files"
-
-
-def test_uv_of_the_path_is_used_as_it_is(env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pick_installer.shutil, "which", lambda name, path=None: "/usr/bin/uv")
-    pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")(["install", "x"])
-    assert [command[0] for command in calls] == ["/usr/bin/uv"]
-
-
 @pytest.mark.parametrize("obstacle", ["chosen", "not available", "settings without a counterpart", "uv fails"])
 def test_pip_installs_where_uv_cannot(
     env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch, obstacle: str
@@ -263,15 +211,6 @@ def test_pip_installs_where_uv_cannot(
     assert any(command[0].endswith("uv") for command in calls) == (obstacle == "uv fails")
 
 
-def test_installers_draw_no_bars_off_a_terminal(env: Env, calls: list[list[str]]) -> None:
-    pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")(["install", "x"])
-    pip, uv = calls
-    assert pip[pip.index("--progress-bar") + 1] == "off"
-    assert "--no-progress" in uv
-    assert "--no-compile" in pip  # the next step does, and says how far it is
-    assert not {"--quiet", "-q"} & {*pip, *uv}
-
-
 def test_uv_looks_where_pip_is_set_to_look() -> None:
     """uv reads no configuration of pip."""
     settings = pick_installer.pip_settings(
@@ -290,22 +229,6 @@ def test_uv_looks_where_pip_is_set_to_look() -> None:
         "SSL_CERT_FILE": "/etc/ca.pem",
     }
     assert pick_installer.uv_variables({"no-index": "true"}) is None
-
-
-def test_pip_is_asked_for_its_settings_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real pip, with a configuration file of ours and a variable that goes before it."""
-    config = tmp_path / "pip.conf"
-    config.write_text("[global]\nfind-links = /a\nextra-index-url =\n  https://one\n  https://two\n")
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
-    monkeypatch.setenv("PIP_FIND_LINKS", "/b")
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
-        pytest.skip("this environment has no pip")
-    settings = pick_installer._pip_settings(Path(sys.executable))
-    assert settings is not None
-    assert settings["find-links"] == "/b"
-    assert settings["extra-index-url"].split() == ["https://one", "https://two"]
 
 
 class Installs:
@@ -475,21 +398,3 @@ def test_every_declared_dependency_has_both_bounds() -> None:
     for requirement in _project()[""]:
         operators = {specifier.operator for specifier in requirement.specifier}
         assert operators == {">=", "<"}, str(requirement)
-
-
-def test_installed_packages_are_in_bounds() -> None:
-    for requirement in _project()[""]:
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            pytest.fail(f"{requirement.name} is declared but not installed")
-        assert requirement.specifier.contains(Version(installed), prereleases=True), f"{requirement} {installed}"
-
-
-def test_environment_killed_at_its_first_moment_is_made_anew(env: Env, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env.subprocess, "run", lambda command, **_: Done())
-    (env.path / "pyvenv.cfg").unlink()
-    env.python.unlink()
-    (env.path / UNFINISHED).touch()
-    setup_env.create(env)
-    assert [path.name for path in env.path.iterdir()] == [UNFINISHED]
