@@ -87,7 +87,7 @@ def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
     assert num_mixed > 10
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[::3])
 def test_a_wrapped_ring_starts_in_the_middle(name: str, tmp_path: Path) -> None:
     loop = run(name, flight_recorder_steps=6, enable_mixed_chunk=name in MIXED)
     recording = read_recording(dump(loop, tmp_path))

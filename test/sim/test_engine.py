@@ -37,27 +37,6 @@ def test_tokens_equal_those_of_the_cpu_without_a_report(policy: str) -> None:
         assert gpu.detector is not None and gpu.detector.num_accesses > 3000
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"page_size": 1, "max_total_tokens": 60, "schedule_conservativeness": 0.01},
-        {"chunked_prefill_size": 8},
-        {"disable_overlap_schedule": True},
-        {"disable_radix_cache": True},
-        {"cuda_graph_bs": (2, 4), "context_length": 64},
-        {"cuda_graph_bs": (3, 5), "context_length": 64, "disable_cuda_graph_padding": True},
-        {"cuda_graph_bs": (1, 6), "context_length": 64, "disable_overlap_schedule": True},
-    ],
-    ids=str,
-)
-def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
-    """Retraction, chunks, no overlap, no prefix cache, graphs; twice each, so that memory is handed on."""
-    driver = tiny_driver(VgpuDevice(gpu=VirtualGpu(seed=1)), **flags)
-    answers(driver, tiny_requests())
-    driver.answers.clear()
-    assert [len(tokens) for tokens in answers(driver, tiny_requests())] == [6, 7, 8, 9, 10]
-
-
 @pytest.mark.parametrize("name", ["nemotron-h-moe", "minicpm-sala"])
 def test_models_with_other_layers_are_silent(name: str, tmp_path: Path) -> None:
     """Mamba2, attention, experts and MLPs, each in a layer of its own; lightning attention, and attention to selected
