@@ -16,6 +16,7 @@ from draft_checkpoints import save_appended_mtp
 from gguf_files import Type, quantised, round_checkpoint, tokenizer_metadata, write_gguf
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from safetensors.torch import load_file
+from scheduler_driver import answers, make_model_driver, request
 
 import fenceline
 from fenceline.benchmarking.tokenizer import count_tokens, load_tokenizer
@@ -24,6 +25,7 @@ from fenceline.config.gguf_file import BY_PACKAGE, TENSOR_TYPES
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import demo_model_path, model_directory, pools_last_token
 from fenceline.config.weight_headers import check_headers, read_headers, weight_bytes
+from fenceline.ipc.io_struct import UpdateWeightsReq
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.models import gguf_weights
 from fenceline.models.gguf_weights import GGUFWeights, dequantised
@@ -255,29 +257,35 @@ def demo(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_the_engine_serves_a_file_as_it_serves_the_folder(demo: tuple[Path, Path]) -> None:
-    question = [{"role": "user", "content": "What is 12 + 30?"}]
-    answers = []
-    for path in demo:
-        with fenceline.Engine(str(path), log_level="warning", max_total_tokens=512) as engine:
-            text = engine.generate(
-                ["Q: What is 5 + 8?\nA:", "Q: copy abc\nA:"], {"temperature": 0, "max_new_tokens": 12}
-            )
-            chat = engine.chat(question, temperature=0, max_tokens=12)
-            words = engine.get_tokenizer().apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-            assert words == "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
-            assert count_tokens(load_tokenizer(str(path)), words) == chat["usage"]["prompt_tokens"]
-            answers.append(([each["output_ids"] for each in text], chat["choices"][0]["message"]["content"]))
-    assert answers[0] == answers[1]
-    assert "42" in answers[1][1]
+    folder, path = demo
+    texts = ["Q: What is 5 + 8?\nA:", "Q: copy abc\nA:"]
+    tokenizer, question = load_tokenizer(str(folder)), [{"role": "user", "content": "What is 12 + 30?"}]
+    reqs = [
+        request(text, tokenizer.encode(text, add_special_tokens=False), temperature=0.0, max_new_tokens=12)
+        for text in texts
+    ]
+    expected = answers(make_model_driver(model_path=str(folder), max_total_tokens=512), reqs)
+    with fenceline.Engine(str(path), log_level="warning", max_total_tokens=512) as engine:
+        found = engine.generate(texts, {"temperature": 0, "max_new_tokens": 12})
+        chat = engine.chat(question, temperature=0, max_tokens=12)
+        words = engine.get_tokenizer().apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert [one["output_ids"] for one in found] == expected
+    assert words == "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+    assert count_tokens(load_tokenizer(str(path)), words) == chat["usage"]["prompt_tokens"]
+    assert "42" in chat["choices"][0]["message"]["content"]
 
 
 def test_a_file_replaces_the_weights_of_a_folder(demo: tuple[Path, Path]) -> None:
     folder, path = demo
     assert ModelConfig.from_dir(str(path)).rms_norm_eps == 1e-6
-    with fenceline.Engine(str(folder), load_format="dummy", log_level="warning", max_total_tokens=512) as engine:
-        engine.update_weights_from_disk(str(path))
-        text = engine.generate("Q: What is 5 + 8?\nA:", {"temperature": 0, "stop": "\n"})["text"]
-    assert text.strip() == "13"
+    driver = make_model_driver(model_path=str(folder), load_format="dummy", max_total_tokens=512)
+    driver.send(UpdateWeightsReq(id="w", model_path=str(path)))
+    while not driver.replies:
+        driver.step()
+    tokenizer = load_tokenizer(str(folder))
+    ids = tokenizer.encode("Q: What is 5 + 8?\nA:", add_special_tokens=False)
+    (output,) = answers(driver, [request("r", ids, temperature=0.0, max_new_tokens=4)])
+    assert tokenizer.decode(output).split()[0] == "13"
 
 
 # --- what is refused
