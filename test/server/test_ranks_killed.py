@@ -16,7 +16,8 @@ from live_server import WAIT_S, LiveServer, wait_for
 RANKS = ("--model-path", "demo", "--tp-size", "2", "--page-size", "16")
 TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "512")
 WATCHDOG_S = 20.0
-_START_S, _LOAD_S = 12.0, 4.0  # the moments are spread over as much of the start, and of the load
+_START_S = {"cpu": 5.0, "cuda": 12.0}  # the moments are spread over as much of the start
+_LOAD_S = 4.0  # and of the load
 _LEFT_BYTES = 64 << 20  # by which a GPU's free memory may differ afterwards
 
 
@@ -63,7 +64,7 @@ def check_kill(seed: int, device: str) -> None:
         if in_the_start:
             wait_for(lambda: len(processes(server)) == 3)
             children = processes(server)
-            time.sleep(random.uniform(0, _START_S))  # the moment; nothing is waited for
+            time.sleep(random.uniform(0, _START_S[device]))  # the moment; nothing is waited for
         else:
             server.wait_ready()
             children = processes(server)
