@@ -16,7 +16,7 @@ import pytest
 from fenceline_proof import mutate
 from fenceline_proof.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 from fenceline_proof.mutate import Result, Traced, read_results, report, runs_for
-from mutate_kernels import CUDA_TESTS, ROOT, RULES, TESTS, checks_of, cuda_mutants, cuda_mutants_of, kernel_mutants
+from mutate_kernels import CUDA_TESTS, ROOT, TESTS, checks_of, cuda_mutants, kernel_mutants
 
 engine_mutants = cache(all_mutants)  # which takes seconds
 SOURCE = '''
@@ -50,74 +50,6 @@ def test_the_rules_find_each_place_once() -> None:
         ("drop", "stream.record()", "pass"),
         ("join", "after.join(first)", "after"),
         ("join", "after.join(first)", "first"),
-    }
-
-
-KERNEL = """
-@triton.jit
-def kernel(x, count, n, SIZE: tl.constexpr):
-    first = tl.minimum(tl.program_id(0) * tl.cdiv(n, SIZE), n - 1)
-    tl_cuda.gdc_wait()
-    value = tl.load(x + first, mask=(first < n) & live, other=0)
-    tl.debug_barrier()
-    tl.atomic_add(count, 1, sem="acq_rel")
-    tl.store(x, value, mask=live)
-    if SIZE > 1:
-        tl.store(count, 0)
-
-def launch(n):
-    return kernel[(n + 1,)](n, mask=n)
-"""
-
-
-def test_the_rules_of_kernels_find_each_place_once() -> None:
-    """And nothing outside of them."""
-    found = {(one.rule, one.old, one.text) for one in mutants_of("x.py", KERNEL, RULES, of_kernels=True)}
-    first = "tl.program_id(0) * tl.cdiv(n, SIZE)"
-    assert found == {
-        ("limit", f"tl.minimum({first}, n - 1)", f"({first})"),
-        ("limit", f"tl.minimum({first}, n - 1)", "(n - 1)"),
-        ("round", "tl.cdiv(n, SIZE)", "((n) // (SIZE))"),
-        ("shift", "n - 1", "n"),
-        ("drop", "tl_cuda.gdc_wait()", "pass"),
-        ("mask", "(first < n) & live", "first < n"),
-        ("mask", "(first < n) & live", "live"),
-        ("bound", "first < n", "first <= n"),
-        ("drop", "tl.debug_barrier()", "pass"),
-        ("relaxed", '"acq_rel"', '"relaxed"'),
-        ("mask", "live", "(live) | True"),
-        ("drop", "tl.store(count, 0)", "pass"),
-    }
-
-
-CUDA_KERNEL = """
-template <int kSize>
-__global__ void kernel(Params p) {
-  if (p.rows < 1) return "no rows";
-  wait_for_previous_kernel();
-  for (uint32_t i = first; i < p.rows && p.live; i += kSize) {
-    if (threadIdx.x == 0 || p.all) sums[min(i, p.rows - 1)] = load(i);  // i < p.rows
-    if (kSize) __syncthreads();
-  }
-  fill_step = 0;
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-"""
-
-
-def test_the_rules_of_cuda_find_each_place_once() -> None:
-    assert {(one.rule, one.old, one.text) for one in cuda_mutants_of("x.cuh", CUDA_KERNEL)} == {
-        ("drop", "wait_for_previous_kernel();", "{}"),
-        ("bound", " < ", " <= "),
-        ("mask", "i < p.rows && ", ""),
-        ("mask", " && p.live", ""),
-        ("mask", "if (threadIdx.x == 0 || p.all)", "if (true)"),
-        ("limit", "min(i, p.rows - 1)", "(i)"),
-        ("limit", "min(i, p.rows - 1)", "(p.rows - 1)"),
-        ("shift", " - 1", ""),
-        ("drop", "__syncthreads();", "{}"),
-        ("drop", "fill_step = 0;", "{}"),
-        ("relaxed", "st.release", "st.relaxed"),
-        ("relaxed", ".sys.global", ".gpu.global"),
     }
 
 

@@ -170,13 +170,6 @@ def _span(mask: Mask) -> str:
 # --- what it finds
 
 
-def compute_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    pool[rows] = values
-
-
-store_rows = declared("store_rows", compute_rows, "values -> pool[rows]")
-
-
 def test_audit_finds_an_undeclared_write() -> None:
     gpu, device = make_gpu()
     Auditor(gpu)
@@ -203,15 +196,6 @@ def test_audit_finds_an_undeclared_read() -> None:
         gpu.synchronize_all()
 
 
-def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
-    gpu, device = make_gpu()
-    Auditor(gpu)
-    x = torch.ones(4, device=device)
-    declared("kernel", "x", "-> x").launch(lambda x: x.add_(1), x)
-    with pytest.raises(AuditError, match="depends on memory"):
-        gpu.synchronize_all()
-
-
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
     gpu, device = make_gpu()
@@ -221,17 +205,6 @@ def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
     x.scatter_(0, torch.zeros(1, 2, dtype=torch.int64, device=device), x[1:2].clone(), reduce="add")
     x.index_add_(0, rows, torch.ones(3, 2, device=device))
     assert x[:, 0].tolist() == [4.0, 5.0, 1.0, 3.0]
-
-
-def test_audit_is_content_with_honest_kernels() -> None:
-    gpu, device = make_gpu()
-    auditor = Auditor(gpu)
-    pool, values = torch.zeros(8, 4, device=device), torch.ones(2, 4, device=device)
-    rows = torch.tensor([1, 2], device=device)
-    store_rows.run(pool, rows, values)
-    declared("add", "x", "x -> x").launch(lambda x: x.add_(1), pool)
-    assert pool.sum().item() == 40.0
-    assert auditor.num_audited >= 5
 
 
 @pytest.mark.parametrize("flags", [{}, {"cuda_graph_bs": (2, 4), "context_length": 64}], ids=["eager", "graphs"])
